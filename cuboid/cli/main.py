@@ -40,6 +40,7 @@ VERBS = {
     "watch": "Watch a run in the terminal while it runs.",
     "compare": "Compare runs: losses, speed, memory, settings that differ.",
     "models": "List the models Cuboid knows by name.",
+    "clusters": "List accelerators and links, or show what a cluster file says.",
     "import": "Prepare a run that starts from a Hugging Face model.",
     "import-deepspeed": "Turn a DeepSpeed-style JSON into a run file.",
 }
@@ -53,7 +54,7 @@ OLD_SPELLINGS = {
 """Verb -> what its options were called -> what they are called: accepted, and no longer shown."""
 
 GROUPS = {
-    "Plan": ("plan", "explain", "simulate", "map", "goodput", "probe", "estimate", "models"),
+    "Plan": ("plan", "explain", "simulate", "map", "goodput", "probe", "estimate", "models", "clusters"),
     "Train": ("train", "launch", "data", "checkpoint", "import", "import-deepspeed"),
     "Prove": ("verify", "replay"),
     "Look": ("report", "watch", "compare"),

@@ -75,8 +75,12 @@ def rounds_over_time(
     """`transfers`: seconds in which a fragment is fetched by all. `decide`: seconds between the last arrival and the
     fetch, and again between the fetch and the step."""
     course = _Course(spec, steps, tuple(islands), tuple(transfers), decide)
-    for step in range(1, steps + 1):
-        course.take(step)
+    last = spec.rounds_due(steps, steps)[-1]
+    due = [spec.due(round_, steps) for round_ in range(last + 1)]
+    done = 0
+    for step in sorted({*due, *(min(each + spec.delay, steps) for each in due), steps}):
+        course.take(step - done)
+        done = step
         # As the engine between two steps: apply what is due by now, begin what is due, apply that without a delay.
         course.apply(step)
         for round_ in spec.rounds_due(step, steps):
@@ -103,10 +107,12 @@ class _Course:
         self.flying: deque[tuple[int, tuple[float, ...], tuple[float, float], float]] = deque()
         self.rounds: list[RoundTimes] = []
 
-    def take(self, step: int) -> None:
+    def take(self, steps: int) -> None:
+        """Steps with nothing between them."""
         for island, times in enumerate(self.islands):
-            self.starts[island].append(self.clocks[island])
-            self.clocks[island] += times.step
+            begin = self.clocks[island]
+            self.starts[island] += [begin + step * times.step for step in range(steps)]
+            self.clocks[island] = begin + steps * times.step
 
     def begin(self, round_: int) -> None:
         self.clocks = [clock + times.encode for clock, times in zip(self.clocks, self.islands, strict=True)]

@@ -19,7 +19,7 @@ from cuboid.spec.training import TrainingSpec
 
 PRECISIONS = ("bf16", "fp16", "fp8", "float32")
 SCALINGS = ("tensor", "row", "block")
-NOT_HOPPER = ("b200", "b300", "gb200", "gb300", "mi300x", "mi355x")
+NOT_HOPPER = ("b200", "b300", "gb200", "gb300", "mi300x", "mi355x", "l40s", "rtx-")
 """Accelerators with matmuls in fp8, but for scales of blocks and for experts none that torch offers."""
 MEMORY_FRACTION = 0.95
 """Fraction of an accelerator's memory that a plan stays within unless asked otherwise: fragmentation needs the rest."""

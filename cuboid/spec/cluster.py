@@ -114,7 +114,11 @@ FACTS = ("peak_tflops", "memory_gib", "memory_bandwidth")
 
 
 def load_cluster(text: str) -> ClusterSpec:
-    """A cluster from a name such as `h100x1024`, or from a TOML file."""
+    """A cluster from a name such as `h100x1024`, from a TOML file, or one group of a file: `sites.toml:oregon`."""
+    if ".toml:" in text:
+        from cuboid.spec.groups import load_groups  # which reads clusters with this module
+
+        return load_groups(text).groups[0].cluster
     if text.endswith(".toml"):
         return cluster_from_file(Path(text))
     match = re.fullmatch(r"(.+)x(\d+)", text)
@@ -134,7 +138,15 @@ def load_cluster(text: str) -> ClusterSpec:
 
 def cluster_from_file(path: Path) -> ClusterSpec:
     """A cluster from a TOML file; what it omits is as in the catalog."""
-    table = read_toml(path)
+    return cluster_from_table(read_toml(path), path)
+
+
+def cluster_from_table(table: Table, path: Path) -> ClusterSpec:
+    """The same from what a file says. `path`: named in errors, and after the file a cluster is called."""
+    if "groups" in table:
+        raise UserError(
+            f"{path} has groups of accelerators and this takes one kind; name one of them, as in {path}:NAME"
+        )
     table.pop("probe", None)  # the measurements behind a profile, for readers
     for key in table:
         require_known(key, field_types(ClusterSpec), "cluster")
@@ -151,6 +163,11 @@ def accelerator_table(name: str) -> Table:
         return entry
     merged = accelerator_table(base)
     return {**merged, "aliases": [], **entry, "source": {**merged["source"], **entry.get("source", {})}}
+
+
+def link_table() -> dict[str, Table]:
+    """The catalog's links by name."""
+    return dict(_catalog()["links"])
 
 
 def accelerator_base(name: str) -> str | None:

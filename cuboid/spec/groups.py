@@ -1,0 +1,242 @@
+"""Clusters that are not all alike, from one TOML file: groups of equal accelerators, the sites they stand at, and the
+links between them.
+
+[[groups]]
+name = "oregon"               # its site too, unless `site` says another one
+accelerator = "h100"          # and whatever else a cluster file may say
+nodes = 4
+
+[[groups]]
+name = "paris"
+accelerator = "a100"
+nodes = 8
+uplink_gbit = 10.0            # of the site, to all others together
+
+[[links]]
+between = ["oregon", "paris"]
+bandwidth_gbit = 5.0          # Gbit/s in each direction, of all accelerators together
+latency_ms = 70.0             # in one direction
+
+A file without groups is a single one: it means what it means to `load_cluster`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+from cuboid.errors import UserError, either, nearest_names
+from cuboid.readers import Table, read_toml
+from cuboid.spec.cluster import ClusterSpec, cluster_from_table, load_cluster
+from cuboid.spec.coding import check_types, convert, decode, field_types, require_known
+
+MOST_GROUPS = 256
+GBIT = 1e9 / 8
+"""Bytes."""
+FASTEST_GBIT = 1e6
+LONGEST_MS = 1e5
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteLink:
+    """Between two sites, or with one name twice between groups of one site."""
+
+    between: tuple[str, ...]
+    bandwidth_gbit: float
+    """Gbit/s in each direction, of all accelerators together."""
+    latency_ms: float
+    """In one direction."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "links")
+        if len(self.between) != 2:
+            raise UserError(f"links.between={list(self.between)} does not name two sites; write between = [A, B]")
+        _require_within("links", "bandwidth_gbit", self.bandwidth_gbit, FASTEST_GBIT, " and ".join(self.between))
+        _require_within("links", "latency_ms", self.latency_ms, LONGEST_MS, " and ".join(self.between))
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second, in each direction."""
+        return self.bandwidth_gbit * GBIT
+
+    @property
+    def latency(self) -> float:
+        """Seconds in one direction."""
+        return self.latency_ms / 1e3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Equal accelerators at one site; with others it makes a cluster that is not all alike."""
+
+    name: str
+    cluster: ClusterSpec
+    site: str = ""
+    """Where it stands; default: a site of its own, of its name."""
+    price: float | None = None
+    """Of an accelerator for an hour, on demand, in any one currency."""
+    spot_price: float | None = None
+    """… and where it may be taken away."""
+    life_hours: float | None = None
+    """Mean hours until the group as a whole is lost: taken away, or its site is."""
+    uplink_gbit: float | None = None
+    """Gbit/s of its site in each direction, to all others together."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "groups")
+        if not self.name or not self.name.isprintable() or ":" in self.name:
+            raise UserError(f"groups.name={self.name!r} is no name; write letters and digits, without a colon")
+        object.__setattr__(self, "site", self.site or self.name)
+        for key, most in (("price", 1e6), ("spot_price", 1e6), ("life_hours", 1e7), ("uplink_gbit", FASTEST_GBIT)):
+            value = getattr(self, key)
+            if value is not None:
+                _require_within("groups", key, value, most, self.name)
+        if self.price is not None and self.spot_price is not None and self.spot_price > self.price:
+            raise UserError(
+                f"groups.spot_price={self.spot_price:g} of {self.name} is above its price={self.price:g}; use "
+                f"spot_price={self.price:g} or less"
+            )
+
+
+OWN = ("name", "site", "price", "spot_price", "life_hours", "uplink_gbit")
+"""What a group says beside what its cluster says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """All there is in a cluster file."""
+
+    name: str
+    groups: tuple[Group, ...]
+    links: tuple[SiteLink, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [group.name for group in self.groups]
+        if not names or len(names) > MOST_GROUPS:
+            raise UserError(f"{self.name} has {len(names)} groups; use 1 to {MOST_GROUPS}")
+        if twice := next((name for place, name in enumerate(names) if name in names[:place]), None):
+            raise UserError(f"groups.name={twice} is there twice; use another name for one of them")
+        sites = list(dict.fromkeys(group.site for group in self.groups))
+        known: set[frozenset[str]] = set()
+        for link in self.links:
+            for site in link.between:
+                if site not in sites:
+                    near = either(nearest_names(site, sites, len(sites)))
+                    raise UserError(f"links.between names {site}, which is no group's site; use {near}")
+            if frozenset(link.between) in known:
+                raise UserError(f"links has two between {' and '.join(link.between)}; use one with the sum of both")
+            known.add(frozenset(link.between))
+        for first, second in combinations(self.groups, 2):
+            if frozenset((first.site, second.site)) not in known:
+                where = f'["{first.site}", "{second.site}"]'
+                raise UserError(
+                    f"{self.name} has no link between {first.name} and {second.name}; add [[links]] with "
+                    f"between = {where}, bandwidth_gbit and latency_ms"
+                )
+        uplinks: dict[str, float] = {}
+        for group in self.groups:
+            own = group.uplink_gbit
+            if own is not None and uplinks.setdefault(group.site, own) != own:
+                raise UserError(
+                    f"groups.uplink_gbit={own:g} of {group.name} differs from that of another group at {group.site}; "
+                    f"use {uplinks[group.site]:g} for both"
+                )
+
+    @property
+    def accelerators(self) -> int:
+        return sum(group.cluster.accelerators for group in self.groups)
+
+    def link(self, first: Group, second: Group) -> SiteLink:
+        sites = {first.site, second.site}
+        return next(link for link in self.links if set(link.between) == sites)
+
+    def uplink(self, group: Group) -> float | None:
+        """Bytes a second that a group's site sends to all others together; None: only links limit it."""
+        gbit = next((each.uplink_gbit for each in self.groups if each.site == group.site and each.uplink_gbit), None)
+        return None if gbit is None else gbit * GBIT
+
+    def omitted(self) -> list[str]:
+        """What the file does not say, and what that means."""
+        if len(self.groups) == 1:
+            return []
+        found = []
+        lacking = {
+            "uplink_gbit": "only the links limit what a site sends",
+            "price": "what it costs is not said",
+            "life_hours": "it is taken to be lost as often as its accelerators fail",
+        }
+        for key, meaning in lacking.items():
+            names = [group.name for group in self.groups if getattr(group, key) is None]
+            if key == "price":
+                names = [group.name for group in self.groups if group.price is None and group.spot_price is None]
+            if names:
+                found.append(f"{key} of {_listed(names)} is not given: {meaning}")
+        return found
+
+
+def load_groups(text: str) -> Groups:
+    """A cluster file with groups, or a single cluster by name or file; `FILE.toml:NAME` is one group of a file."""
+    path, _, chosen = text.partition(".toml:")
+    if chosen:
+        found = _from_file(Path(f"{path}.toml"))
+        group = next((group for group in found.groups if group.name == chosen), None)
+        if group is None:
+            names = [each.name for each in found.groups]
+            raise UserError(f"{path}.toml has no group {chosen}; use {either(nearest_names(chosen, names))}")
+        return Groups(name=chosen, groups=(group,))
+    if text.endswith(".toml"):
+        return _from_file(Path(text))
+    return _single(load_cluster(text))
+
+
+def _single(cluster: ClusterSpec) -> Groups:
+    return Groups(name=cluster.name, groups=(Group(name=cluster.name, cluster=cluster),))
+
+
+def _from_file(path: Path) -> Groups:
+    table = read_toml(path)
+    if "groups" not in table:
+        if "links" in table:
+            raise UserError(f"{path} has links and no groups to link; add [[groups]]")
+        return _single(cluster_from_table(table, path))
+    for key in table:
+        require_known(key, dict.fromkeys(("name", "groups", "links")), "cluster")
+    name = convert(table.get("name", path.stem), str, "cluster.name")
+    groups = tuple(_group(entry) for entry in convert(table["groups"], list[object], "groups"))
+    links = tuple(decode(SiteLink, _table(entry, "links"), "links") for entry in _listed_tables(table, "links"))
+    return Groups(name=name, groups=groups, links=links)
+
+
+def _listed_tables(table: Table, key: str) -> list[object]:
+    found: list[object] = convert(table.get(key, []), list[object], key)
+    return found
+
+
+def _table(entry: object, where: str) -> Mapping[str, object]:
+    if not isinstance(entry, Mapping):
+        raise UserError(f"{where}={entry} is not a table; write [[{where}]]")
+    return entry
+
+
+def _group(entry: object) -> Group:
+    table = dict(_table(entry, "groups"))
+    if "name" not in table:
+        raise UserError('groups.name is missing; write name = "oregon" in each [[groups]]')
+    name = convert(table["name"], str, "groups.name")
+    for key in table:
+        require_known(key, {**dict.fromkeys(OWN), **field_types(ClusterSpec)}, "groups")
+    if "accelerator" not in table:
+        raise UserError(f'groups.accelerator is missing in {name}; write accelerator = "h100"')
+    own: dict[str, object] = {key: table.pop(key) for key in OWN if key in table}
+    cluster = cluster_from_table({"nodes": 1, **table, "name": name}, Path(name))
+    return decode(Group, {**own, "cluster": cluster}, "groups")
+
+
+def _require_within(where: str, key: str, value: float, most: float, whose: str) -> None:
+    if not 0 < value <= most:
+        raise UserError(f"{where}.{key}={value:g} of {whose} is not above 0 and at most {most:g}; use {key}=10")
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

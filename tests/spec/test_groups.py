@@ -1,0 +1,117 @@
+"""Cluster files of several groups: sites, links, prices, and what is refused or said of them."""
+
+from pathlib import Path
+
+import pytest
+
+from cuboid.errors import UserError
+from cuboid.spec.cluster import load_cluster
+from cuboid.spec.groups import GBIT, load_groups
+
+TWO = """
+[[groups]]
+name = "oregon"
+accelerator = "h100"
+nodes = 4
+price = 2.5
+spot_price = 1.25
+life_hours = 100
+[[groups]]
+name = "paris"
+site = "france"
+accelerator = "a100"
+nodes = 8
+memory_gib = 60
+uplink_gbit = 10
+[[links]]
+between = ["oregon", "france"]
+bandwidth_gbit = 5
+latency_ms = 70
+"""
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "sites.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_groups_and_links(tmp_path: Path) -> None:
+    found = load_groups(written(tmp_path, TWO))
+    oregon, paris = found.groups
+    assert (oregon.site, paris.site, found.accelerators) == ("oregon", "france", 4 * 8 + 8 * 8)
+    assert (paris.cluster.memory_gib, paris.cluster.name) == (60.0, "paris")
+    link = found.link(paris, oregon)
+    assert (link.rate, link.latency) == (5e9 / 8, 0.07)
+    assert (found.uplink(paris), found.uplink(oregon)) == (10 * GBIT, None)
+    assert found.omitted() == [
+        "uplink_gbit of oregon is not given: only the links limit what a site sends",
+        "price of paris is not given: what it costs is not said",
+        "life_hours of paris is not given: it is taken to be lost as often as its accelerators fail",
+    ]
+
+
+def test_one_group_is_a_cluster_as_ever(tmp_path: Path) -> None:
+    path = written(tmp_path, 'accelerator = "h100"\nnodes = 2\n')
+    found = load_groups(path)
+    assert [group.cluster for group in found.groups] == [load_cluster(path)]
+    assert found.omitted() == []
+    assert load_groups("h100x8").groups[0].cluster == load_cluster("h100x8")
+
+
+def test_one_group_of_a_file_is_a_cluster(tmp_path: Path) -> None:
+    path = written(tmp_path, TWO)
+    assert load_cluster(f"{path}:paris") == load_groups(path).groups[1].cluster
+    with pytest.raises(UserError, match="has no group pariss; use paris"):
+        load_cluster(f"{path}:pariss")
+    with pytest.raises(UserError, match="has groups of accelerators and this takes one kind; name one of them"):
+        load_cluster(path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ('name = "oregon"\n', "", "groups.name is missing; write name"),
+        ('accelerator = "h100"\n', "", "groups.accelerator is missing in oregon"),
+        ("nodes = 4", "nods = 4", "unknown key groups.nods; did you mean groups.nodes"),
+        ("nodes = 4", "nodes = 0", "cluster.nodes=0 is not positive"),
+        ('accelerator = "a100"', 'accelerator = "a101"', "unknown accelerator=a101; did you mean a100"),
+        ("price = 2.5", "price = -1", "groups.price=-1 of oregon is not above 0"),
+        ("price = 2.5", "price = 1", "groups.spot_price=1.25 of oregon is above its price=1; use spot_price=1 or less"),
+        ("life_hours = 100", "life_hours = inf", "groups.life_hours=inf is not finite; it must be a finite number"),
+        ("uplink_gbit = 10", 'uplink_gbit = "10"', 'groups.uplink_gbit="10" is a string; it must be a number'),
+        ('name = "paris"', 'name = "oregon"', "groups.name=oregon is there twice"),
+        ('["oregon", "france"]', '["oregon", "paris"]', "links.between names paris, which is no group's site; use"),
+        ('["oregon", "france"]', '["oregon", "oregon"]', "sites has no link between oregon and paris; add [[links]]"),
+        ('["oregon", "france"]', '["oregon"]', "links.between=['oregon'] does not name two sites"),
+        ("bandwidth_gbit = 5", "bandwidth = 5", "unknown key links.bandwidth; did you mean links.bandwidth_gbit"),
+        ("bandwidth_gbit = 5", "bandwidth_gbit = 0", "links.bandwidth_gbit=0 of oregon and france is not above 0"),
+        ("latency_ms = 70", "latency_ms = 1e9", "links.latency_ms=1e+09 of oregon and france is not above 0 and at"),
+        ("latency_ms = 70", "", "links.latency_ms is missing; it must be a number"),
+        ("[[links]]", "[[lines]]", "unknown key cluster.lines; did you mean cluster.links"),
+        ("[[links]]", "links = 3\n[[lines]]", "unknown key"),
+        (TWO, "groups = []", "sites has 0 groups; use 1 to 256"),
+        (TWO, 'groups = ["a"]', "groups=a is not a table; write [[groups]]"),
+        (TWO, "links = []", "{path} has links and no groups to link; add [[groups]]"),
+    ],
+)
+def test_what_is_refused(before: str, after: str, sentence: str, tmp_path: Path) -> None:
+    assert before in TWO
+    path = written(tmp_path, TWO.replace(before, after))
+    with pytest.raises(UserError) as caught:
+        load_groups(path)
+    assert str(caught.value).startswith(sentence.format(path=path))
+
+
+def test_two_links_between_the_same_sites_are_refused(tmp_path: Path) -> None:
+    again = '[[links]]\nbetween = ["france", "oregon"]\nbandwidth_gbit = 1\nlatency_ms = 1\n'
+    with pytest.raises(UserError, match="links has two between france and oregon; use one with the sum of both"):
+        load_groups(written(tmp_path, TWO + again))
+
+
+def test_groups_of_one_site_need_a_link_within_it(tmp_path: Path) -> None:
+    text = TWO.replace('name = "oregon"', 'name = "oregon"\nsite = "france"').replace("oregon", "oregon")
+    text = text.replace('["oregon", "france"]', '["france", "france"]')
+    found = load_groups(written(tmp_path, text))
+    assert found.link(*found.groups).latency_ms == 70
+    assert found.uplink(found.groups[0]) == 10 * GBIT  # a site has one
