@@ -1,6 +1,7 @@
 """Proves every part of a recipe on every kind of layout: the table of `docs/prove.md`, "Parts of recipes".
 
-    python benchmarks/parts.py                                  # all of it: some thirty minutes of two cores
+    python benchmarks/parts.py                                  # all of it: more than an hour of two cores
+    python benchmarks/parts.py --jobs 8                         # of 16 cores: eight parts at a time
     python benchmarks/parts.py --only dropout muon --on tp 5d   # some parts on some layouts
     python benchmarks/parts.py --device cuda --backend nccl     # over NCCL, ranks sharing a GPU
     python benchmarks/parts.py --on resume --json resume.json
@@ -14,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -77,10 +80,11 @@ LAYOUTS = {
     "ep": ["dp=2,ep=2", "dp=2,tp=2,ep=4,zero=3"],
     "zero": [f"dp=4,zero={stage}" for stage in range(4)],
     "hybrid": [f"dp=4,zero={stage},shard=2" for stage in (1, 2, 3)],
+    "4d": ["dp=2,tp=2,cp=2,ep=2,zero=3,recompute=selective", "dp=2,tp=2,pp=2,ep=2,zero=1,schedule=zbv"],
     "5d": [
-        "dp=2,tp=2,cp=2,ep=2,zero=3,recompute=selective",
-        "dp=2,tp=2,pp=2,ep=2,zero=1,schedule=zbv",
         "dp=2,tp=2,pp=2,cp=2,ep=2,zero=1,schedule=dualpipev,recompute=full",
+        "dp=2,tp=2,pp=2,cp=2,ep=4,zero=3,schedule=zbv",
+        "dp=2,tp=2,pp=2,cp=2,ep=2,zero=2,schedule=interleaved",
     ],
 }
 CHAINS = {"resume": ["dp=2,tp=2,zero=3", "tp=2,pp=2,schedule=zbv", "dp=4,zero=1,shard=2", "dp=2,cp=2,zero=2"]}
@@ -179,25 +183,36 @@ def show(found: list[dict[str, Any]], groups: list[str]) -> None:
         print(f"refused: {sentence}")
 
 
+def prove_part(part: str, groups: list[str], device: str, backend: str) -> list[dict[str, Any]]:
+    """All cases of a part, each told as it ends, by ranks that stay."""
+    found = []
+    with Pool() as pool:
+        for case in cases([part], groups):
+            found.append(prove(pool, case, device, backend))
+            row = found[-1]
+            wrong = next((f"{word.upper()} {row[word]}" for word in ("differs", "failed") if word in row), "")
+            told = wrong or ("refused" if "refused" in row else f"equal, {row['error']:.0e} of the bound")
+            print(f"{case.part:<14} {' -> '.join(case.layouts):<66} {told}", flush=True)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--on", nargs="+", choices=GROUPS, default=GROUPS, metavar="GROUP")
+    parser.add_argument("--jobs", type=int, default=1, help="parts at a time, each with ranks of its own")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    found = []
-    with Pool() as pool:
-        for case in cases(given.only, given.on):
-            found.append(prove(pool, case, given.device, given.backend))
-            wrong = next(
-                (f"{word.upper()} {found[-1][word]}" for word in ("differs", "failed") if word in found[-1]), ""
-            )
-            told = wrong or ("refused" if "refused" in found[-1] else f"equal, {found[-1]['error']:.0e} of the bound")
-            print(f"{case.part:<14} {' -> '.join(case.layouts):<66} {told}", flush=True)
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1))
+    found: list[dict[str, Any]] = []
+    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as processes:
+        tasks = [processes.submit(prove_part, part, given.on, given.device, given.backend) for part in given.only]
+        for task in as_completed(tasks):
+            found += task.result()
+            if given.json:  # as soon as it is known, for one who ends this before its end
+                given.json.write_text(json.dumps(found, indent=1))
+    found.sort(key=lambda each: given.only.index(each["part"]))
     show(found, given.on)
     return int(any("differs" in each or "failed" in each for each in found))
 
