@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from at_once import Place, tried
 
 from cuboid.cli.verify import verification_run
 from cuboid.errors import RankError, UserError
@@ -183,16 +184,15 @@ def show(found: list[dict[str, Any]], groups: list[str]) -> None:
         print(f"refused: {sentence}")
 
 
-def prove_part(part: str, groups: list[str], device: str, backend: str) -> list[dict[str, Any]]:
+def prove_part(given: argparse.Namespace, place: Place, part: str) -> list[dict[str, Any]]:
     """All cases of a part, each told as it ends, by ranks that stay."""
     found = []
-    with Pool() as pool:
-        for case in cases([part], groups):
-            found.append(prove(pool, case, device, backend))
-            row = found[-1]
-            wrong = next((f"{word.upper()} {row[word]}" for word in ("differs", "failed") if word in row), "")
-            told = wrong or ("refused" if "refused" in row else f"equal, {row['error']:.0e} of the bound")
-            print(f"{case.part:<14} {' -> '.join(case.layouts):<66} {told}", flush=True)
+    for case in cases([part], given.on):
+        found.append(prove(place.pool, case, given.device, given.backend))
+        row = found[-1]
+        wrong = next((f"{word.upper()} {row[word]}" for word in ("differs", "failed") if word in row), "")
+        told = wrong or ("refused" if "refused" in row else f"equal, {row['error']:.0e} of the bound")
+        print(f"{case.part:<14} {' -> '.join(case.layouts):<66} {told}", flush=True)
     return found
 
 
@@ -206,13 +206,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     found: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as processes:
-        tasks = [processes.submit(prove_part, part, given.on, given.device, given.backend) for part in given.only]
-        for task in as_completed(tasks):
-            found += task.result()
-            if given.json:  # as soon as it is known, for one who ends this before its end
-                given.json.write_text(json.dumps(found, indent=1))
-    found.sort(key=lambda each: given.only.index(each["part"]))
+    for rows in tried(given.only, given.jobs, partial(prove_part, given)):
+        found += rows
+        if given.json:  # as soon as it is known, for one who ends this before its end
+            given.json.write_text(json.dumps(found, indent=1))
     show(found, given.on)
     return int(any("differs" in each or "failed" in each for each in found))
 
