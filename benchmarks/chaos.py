@@ -1,6 +1,7 @@
 """A campaign of random faults: every job must end right without help, as if nothing had happened to it.
 
     python benchmarks/chaos.py [--faults 100] [--leaders 10] [--hosts] [--kinds full,disk] [--seed 0] [--json]
+        [--jobs 12 --minutes 8]            # so many jobs at once; after so long nothing more is begun
     python benchmarks/chaos.py --device cuda --backend nccl       # on a GPU, which ranks may share
         [--faults 8 --kinds kill,stop,raise,hang,nan,torn,copy,process --layouts dp=2]      # in two minutes
 
@@ -25,7 +26,8 @@ junk      every port is attacked from another host: junk, halves, replays, forge
 
 A disk is a loop device with a file system of its own, which fills up or is frozen (root). A clock is what the processes
 of a job are told the time of day is, by a library put before the system's (a C compiler); counted seconds stay right.
-Nodes are on loopback, or with --hosts in network namespaces (root, iproute2). What cannot be tried is named.
+Nodes are on loopback, or with --hosts in network namespaces (root, iproute2). What cannot be tried is named, with the
+reason. What happens in a job depends on the seed and its number alone, not on what runs beside it.
 
 On one machine a run recovers on the same layout: every byte of its last checkpoint and every loss must equal that of
 a run nothing happened to. Where nodes come and go the layout changes: float64 losses must equal to 1e-9. Every step
@@ -35,22 +37,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import random
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 
 import chaos_nodes
 import chaos_ranks
 from chaos_job import Told
-from hosts import Hosts
+from hosts import Hosts, why_no_hosts
 
 RANKS_KINDS = (*chaos_ranks.INSIDE, *chaos_ranks.OUTSIDE)
 NODES_KINDS = (*chaos_nodes.ANYWHERE, *chaos_nodes.ON_HOSTS)
@@ -58,17 +64,27 @@ IN_ONE_JOB = 10
 """Faults; to start a job takes as long as one of them."""
 
 
+@dataclass
+class Planned:
+    number: int
+    where: str
+    kinds: list[str]
+
+
 class Campaign:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options, self._folder = options, folder
-        self._random = random.Random(options.seed)
         self._alone = chaos_nodes.Alone(folder)
         self._fields = [f"training.device={options.device}", f"training.backend={options.backend}"]
+        self._began = time.monotonic()
+        self._until = self._began + 60 * options.minutes
+        self._left = self.plan()
+        self._running: dict[Connection, tuple[BaseProcess, Planned]] = {}
         self.told: list[Told] = []
 
-    def plan(self) -> list[tuple[str, list[str]]]:
-        """Where, and which kinds, of each job."""
-        options, draw = self._options, self._random
+    def plan(self) -> list[Planned]:
+        """The jobs. Those on nodes, which take longest, come first, so that all are over at about the same time."""
+        options, draw = self._options, random.Random(self._options.seed)
         leaders = min(options.leaders, options.faults) if "leader" in options.kinds else 0
         on_ranks = [kind for kind in RANKS_KINDS if kind in options.kinds]
         on_nodes = [kind for kind in NODES_KINDS if kind in options.kinds and kind != "leader"]
@@ -80,30 +96,67 @@ class Campaign:
         jobs = [("nodes", part) for part in _dealt(drawn, IN_ONE_JOB)]
         drawn = _draw_evenly(on_ranks, left - nodes, draw)
         jobs += [("ranks", part) for part in _dealt(drawn, IN_ONE_JOB)]
-        draw.shuffle(jobs)
-        return jobs
+        return [Planned(number, where, kinds) for number, (where, kinds) in enumerate(jobs)]
 
-    def job(self, where: str, kinds: list[str]) -> Told:
-        number, draw = len(self.told), self._random
-        if where == "nodes":
+    def run(self) -> None:
+        """As many jobs at once as were asked for, each in a process of its own; each is told as it ends."""
+        while self._left or self._running:
+            while self._left and len(self._running) < self._options.jobs and time.monotonic() < self._until:
+                self._start(self._left.pop(0))
+            if not self._running:
+                return
+            for ended in wait(list(self._running)):
+                assert isinstance(ended, Connection)
+                self._hear(ended)
+
+    def end(self) -> None:
+        """Of what runs; each removes its hosts and disks, and what was told so far stands in the summary."""
+        for process, _ in self._running.values():
+            process.terminate()
+        for connection in list(self._running):
+            self._hear(connection)
+
+    def _start(self, planned: Planned) -> None:
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        process = multiprocessing.get_context("fork").Process(target=self._become, args=(planned, theirs))
+        process.start()
+        theirs.close()
+        self._running[ours] = process, planned
+
+    def _hear(self, connection: Connection) -> None:
+        process, planned = self._running[connection]
+        try:
+            told: Told = connection.recv()
+        except EOFError:
+            told = Told(planned.where, "", problems=["it could not be tried: its process ended"])
+        process.join()
+        connection.close()
+        del self._running[connection]
+        self.told.append(told)
+        show(told, planned.number, self._options.json)
+
+    def _become(self, planned: Planned, to: Connection) -> None:
+        """The process of one job."""
+        told = Told(planned.where, "")
+        try:
+            told = self._job(planned, told)
+        except SystemExit:
+            told.problems.append("the campaign was ended before the job was over")
+        except (OSError, subprocess.SubprocessError) as error:  # of this program, say a disk that cannot be made
+            told.problems.append(f"it could not be tried: {error}")
+        to.send(told)
+
+    def _job(self, planned: Planned, told: Told) -> Told:
+        draw = random.Random(f"{self._options.seed}:{planned.number}")
+        number, kinds = planned.number, planned.kinds
+        if planned.where == "nodes":
             with Hosts(chaos_nodes.NODES + 1, "1gbit") if self._options.hosts else nullcontext() as hosts:
-                job = chaos_nodes.NodesJob(self._folder, number, kinds, hosts, draw)
-                self.told.append(job.told)
-                return self._whole(job.told, lambda: job.run(self._alone))
+                job = chaos_nodes.NodesJob(self._folder, number, kinds, hosts, draw, told)
+                return job.run(self._alone, self._until)
         layouts = [layout for layout in self._options.layouts if "flip" not in kinds or chaos_ranks.has_copies(layout)]
         layout = draw.choice(layouts)
         reference = chaos_ranks.make_reference(self._folder, layout, self._fields)
-        alone = chaos_ranks.RanksJob(self._folder, number, layout, kinds, self._fields, draw)
-        self.told.append(alone.told)
-        return self._whole(alone.told, lambda: alone.run(reference))
-
-    def _whole(self, told: Told, run: Callable[[], Told]) -> Told:
-        """What was told so far stands in the summary if this program is ended."""
-        try:
-            return run()
-        except SystemExit:
-            told.problems.append("the campaign was ended before the job was over")
-            raise
+        return chaos_ranks.RanksJob(self._folder, number, layout, kinds, self._fields, draw, told).run(reference)
 
     def summary(self) -> dict[str, object]:
         kinds = Counter(fault.split()[0] for told in self.told for fault in told.faults)
@@ -114,6 +167,8 @@ class Campaign:
             "faults": sum(kinds.values()),
             "jobs": len(self.told),
             "failed": sum(bool(told.problems) for told in self.told),
+            "not_started": len(self._left),
+            "minutes": round((time.monotonic() - self._began) / 60, 1),
             "kinds": {
                 kind: {
                     "count": number,
@@ -140,6 +195,13 @@ def _dealt(kinds: list[str], size: int) -> list[list[str]]:
     return [kinds[start : start + size] for start in range(0, len(kinds), size)]
 
 
+def why_not(kind: str, options: argparse.Namespace) -> str:
+    """Why a kind cannot be tried here; nothing if it can."""
+    if kind in RANKS_KINDS:
+        return chaos_ranks.why_not(kind, options.layouts)
+    return chaos_nodes.why_not(kind, options.hosts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=100)
@@ -150,6 +212,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", default="auto", help="nccl or gloo; with a GPU faults of ranks alone are tried")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="so many at once")
+    parser.add_argument("--minutes", type=float, default=1e9, help="after which no job and no fault of a node begins")
     parser.add_argument("--json", action="store_true", help="a line for each job, and the summary last")
     options = parser.parse_args()
     asked = (
@@ -157,29 +221,22 @@ def main() -> None:
     )
     if unknown := set(asked) - {*RANKS_KINDS, *NODES_KINDS}:
         parser.error(f"kinds={','.join(sorted(unknown))} are unknown; use {','.join((*RANKS_KINDS, *NODES_KINDS))}")
-    options.kinds = [
-        kind
-        for kind in asked
-        if (
-            chaos_ranks.can_try(kind, options.layouts)
-            if kind in RANKS_KINDS
-            else chaos_nodes.can_try(kind, options.hosts)
-        )
-    ]
+    if options.hosts and (reason := why_no_hosts()):
+        print(f"nodes are on loopback, because network namespaces cannot be made: {reason}", file=sys.stderr)
+        options.hosts = False
+    reasons = {kind: why_not(kind, options) for kind in asked}
+    options.kinds = [kind for kind in asked if not reasons[kind]]
+    for reason in sorted({*reasons.values()} - {""}):
+        kinds = ", ".join(kind for kind in asked if reasons[kind] == reason)
+        print(f"not tried: {kinds}, because {reason}", file=sys.stderr, flush=True)
     options.leaders = max(1, options.faults // 10) if options.leaders is None else options.leaders
-    if missing := [kind for kind in asked if kind not in options.kinds]:
-        print(f"not tried, because this needs root, --hosts or a C compiler: {', '.join(missing)}", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that hosts and disks are removed
     folder = Path(tempfile.mkdtemp(prefix="cuboid-chaos-"))
     campaign = Campaign(options, folder)
     try:
-        for where, kinds in campaign.plan():
-            try:
-                show(campaign.job(where, kinds), options.json)
-            except (OSError, subprocess.SubprocessError) as error:  # of this program, say a disk that cannot be made
-                campaign.told.append(Told(where, "", problems=[f"it could not be tried: {error}"]))
-                show(campaign.told[-1], options.json)
+        campaign.run()
     finally:
+        campaign.end()
         summary = campaign.summary()
         print(json.dumps(summary) if options.json else f"{summary}", flush=True)
         if summary["failed"]:
@@ -189,12 +246,13 @@ def main() -> None:
     raise SystemExit(1 if summary["failed"] or not campaign.told else 0)
 
 
-def show(told: Told, as_json: bool) -> None:
+def show(told: Told, number: int, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(vars(told)), flush=True)
+        print(json.dumps({"job": number, **vars(told)}), flush=True)
         return
     verdict = "as if nothing had happened" if not told.problems else "; ".join(told.problems)
-    print(f"{told.kind} {told.layout}: {', '.join(told.faults)}: {told.seconds:.0f} s, {verdict}", flush=True)
+    faults = ", ".join(told.faults)
+    print(f"job {number}, {told.kind} {told.layout}: {faults}: {told.seconds:.0f} s, {verdict}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -10,11 +11,13 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -54,6 +57,14 @@ class Told:
 def command(layout: str, folder: Path, *fields: str, more: Sequence[str] = ()) -> list[str]:
     settings = [word for setting in (*FIELDS, *fields, f"output.folder={folder}") for word in ("--set", setting)]
     return [sys.executable, "-m", "cuboid.cli.main", "train", "--json", "--layout", layout, *more, *settings]
+
+
+@contextmanager
+def alone_in(lock: Path) -> Iterator[None]:
+    """Of jobs beside each other one at a time is inside."""
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -205,8 +216,8 @@ class Disk:
         folder.mkdir()
         with self._image.open("wb") as file:
             file.truncate(megabytes << 20)
-        subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", str(self._image)], check=True)
-        subprocess.run(["mount", "-o", "loop", str(self._image), str(folder)], check=True)
+        _run("mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", str(self._image))
+        _run("mount", "-o", "loop", str(self._image), str(folder))
 
     def fill(self) -> None:
         """To the last block."""
@@ -223,23 +234,36 @@ class Disk:
 
     def stand_still(self, seconds: float) -> None:
         """Whoever writes, or syncs, waits in the kernel, where no signal reaches it."""
-        subprocess.run(["fsfreeze", "--freeze", str(self.folder)], check=True)
+        _run("fsfreeze", "--freeze", str(self.folder))
         try:
             time.sleep(seconds)
         finally:
-            subprocess.run(["fsfreeze", "--unfreeze", str(self.folder)], check=True)
+            _run("fsfreeze", "--unfreeze", str(self.folder))
 
     def close(self) -> None:
-        subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
+        _run("umount", "--lazy", str(self.folder))
         self._image.unlink()
 
 
-def has_disks() -> bool:
-    return os.geteuid() == 0 and all(map(shutil.which, ("mkfs.ext4", "mount", "fsfreeze"))) and bool(_loops())
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True)
 
 
-def _loops() -> list[Path]:
-    return list(Path("/dev").glob("loop-control"))
+@cache
+def why_no_disks() -> str:
+    """Why none can be made here; nothing if they can. Tried, because kernels and containers may refuse any of it."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("mkfs.ext4", "mount", "fsfreeze"))):
+        return "disks need root, mkfs.ext4, mount and fsfreeze"
+    with tempfile.TemporaryDirectory(prefix="cuboid-disk-") as folder:
+        try:
+            disk = Disk(Path(folder) / "disk", megabytes=8)
+            try:
+                disk.stand_still(0.01)
+            finally:
+                disk.close()
+        except subprocess.CalledProcessError as error:
+            return f"no disk can be made: {error.cmd[0]} says {(error.stderr or '').strip()}"
+    return ""
 
 
 class Clock:
@@ -248,9 +272,10 @@ class Clock:
 
     def __init__(self, file: Path) -> None:
         library = file.with_name("clock.so")
-        if not library.exists():
-            words = ["cc", "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(library), "-ldl"]
-            subprocess.run(words, input=_CLOCK.encode(), check=True)
+        with alone_in(file.with_name("clock.lock")):  # of jobs beside each other one makes it
+            if not library.exists():
+                words = ["cc", "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(library), "-ldl"]
+                subprocess.run(words, input=_CLOCK, check=True, capture_output=True, text=True)
         self._file = file
         file.write_bytes(bytes(8))
         self.environment = {"LD_PRELOAD": str(library), "CUBOID_CHAOS_CLOCK": str(file)}
@@ -262,8 +287,22 @@ class Clock:
         return float(seconds)
 
 
-def has_clocks() -> bool:
-    return sys.platform == "linux" and shutil.which("cc") is not None
+@cache
+def why_no_clocks() -> str:
+    """Why no clock can be moved here; nothing if one can. Tried: a Python may not ask the library for the time."""
+    if sys.platform != "linux" or shutil.which("cc") is None:
+        return "clocks need Linux and a C compiler"
+    with tempfile.TemporaryDirectory(prefix="cuboid-clock-") as folder:
+        try:
+            clock = Clock(Path(folder) / "clock")
+        except subprocess.CalledProcessError as error:
+            return f"no clock can be made: {error.cmd[0]} says {(error.stderr or '').strip()[:200]}"
+        seconds = clock.jump(random.Random(0))
+        words = [sys.executable, "-c", "import time; print(time.time())"]
+        shown = subprocess.run(words, env={**os.environ, **clock.environment}, capture_output=True, text=True).stdout
+    if abs(float(shown or 0) - time.time() - seconds) > 20:
+        return "a process does not see its clock jump"
+    return ""
 
 
 # Known monotonic deadlines are small, times of day are not: a wait until one of these is moved back by what the

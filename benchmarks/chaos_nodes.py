@@ -6,6 +6,7 @@ process to 1e-9, and no two processes ever write the run's rows. Nodes are super
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -20,7 +21,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from chaos_job import PACE, Clock, Disk, Job, Told, WriterWatch, command, has_clocks, has_disks, rows, send
+from chaos_job import (
+    PACE,
+    Clock,
+    Disk,
+    Job,
+    Told,
+    WriterWatch,
+    alone_in,
+    command,
+    rows,
+    send,
+    why_no_clocks,
+    why_no_disks,
+)
 from chaos_ranks import same_rows
 from hosts import Hosts
 from strangers import HEARD, listening
@@ -40,9 +54,10 @@ ANYWHERE = ("agent", "leader", "frozen", "pulse", "skew", *DISKS)
 ON_HOSTS = ("link", "partition", "junk")
 
 
-def can_try(kind: str, on_hosts: bool) -> bool:
-    needs = {"skew": has_clocks, "filled": has_disks, "halted": has_disks}
-    return needs.get(kind, lambda: on_hosts or kind in ANYWHERE)()
+def why_not(kind: str, on_hosts: bool) -> str:
+    """Why a kind cannot be tried here; nothing if it can."""
+    needs = {"skew": why_no_clocks, "filled": why_no_disks, "halted": why_no_disks}
+    return needs.get(kind, lambda: "" if on_hosts or kind in ANYWHERE else "this needs --hosts")()
 
 
 class Fell(Exception):
@@ -51,9 +66,15 @@ class Fell(Exception):
 
 class NodesJob:
     def __init__(
-        self, folder: Path, number: int, kinds: Sequence[str], hosts: Hosts | None, draw: random.Random
+        self,
+        folder: Path,
+        number: int,
+        kinds: Sequence[str],
+        hosts: Hosts | None,
+        draw: random.Random,
+        told: Told | None = None,
     ) -> None:
-        """`hosts`: four, and one more for a stranger."""
+        """`hosts`: four, and one more for a stranger. `told`: where to note what happens, also of a job cut off."""
         self._above, self._kinds, self._hosts = folder, kinds, hosts
         self._draw = draw
         name = f"job-{number}"
@@ -63,8 +84,9 @@ class NodesJob:
         self._clocks = clocks
         self._disk = Disk(self._scratch / "disk") if set(DISKS) & set(kinds) else None
         self._job = Job((self._disk.folder if self._disk else folder) / name, folder / f"{name}.log", self._start)
-        self.told = Told("nodes", "dp=4")
-        self._place = f"{hosts.address(0)}:29400" if hosts else f"127.0.0.1:{_free_port()}"
+        self.told = told or Told("nodes", "")
+        self.told.layout = "dp=4"
+        self._place = f"{hosts.address(0)}:29400" if hosts else f"127.0.0.1:{_free_port(number)}"
 
     def _start(self, node: int, environment: dict[str, str]) -> subprocess.Popen[Any]:
         more = ("--nodes", str(NODES), "--min-nodes", "1", "--rendezvous", self._place)
@@ -75,17 +97,34 @@ class NodesJob:
             return self._hosts.run(node, words, start_new_session=True, **options)
         return subprocess.Popen(words, start_new_session=True, **options)
 
-    def run(self, reference: Callable[[int], list[dict[str, Any]]]) -> Told:
+    def run(self, reference: Callable[[int], list[dict[str, Any]]], until: float = math.inf) -> Told:
+        """`until`: on the clock of `time.monotonic`; no fault begins later."""
         job, told = self._job, self.told
-        job.start(0)
-        job.wait_until(lambda: "coordinator at" in self._log(), 120)
-        for node in range(1, NODES):
-            job.start(node)
+        try:
+            self._do_all(until)
+            found = rows(job.folder / "metrics.jsonl")
+            if found:
+                same_rows(told, found, reference(len(found)), 1e-9)
+            if told.problems and self._disk:
+                shutil.copytree(job.folder, self._above / f"{job.folder.name}-failed")
+        finally:
+            if self._disk:
+                self._disk.close()
+            shutil.rmtree(self._scratch)
+        return told
+
+    def _do_all(self, until: float) -> None:
+        job, told = self._job, self.told
         watch = WriterWatch(job)
         try:
+            job.start(0)
+            job.wait_until(lambda: "coordinator at" in self._log(), 120)
+            for node in range(1, NODES):
+                job.start(node)
             self._settle()
             for kind in self._kinds:
-                self._strike(kind)
+                if time.monotonic() < until:
+                    self._strike(kind)
             job.supervisors[self._draw.randrange(NODES)].send_signal(signal.SIGTERM)  # all save and leave
             job.finish(told, code=75)
         except Fell as error:
@@ -94,15 +133,6 @@ class NodesJob:
         finally:
             job.end()
             told.problems += watch.end()
-        found = rows(job.folder / "metrics.jsonl")
-        if found:
-            same_rows(told, found, reference(len(found)), 1e-9)
-        if told.problems and self._disk:
-            shutil.copytree(job.folder, self._above / f"{job.folder.name}-failed")
-        if self._disk:
-            self._disk.close()
-        shutil.rmtree(self._scratch)
-        return told
 
     def _log(self) -> str:
         return self._job.log.read_text() if self._job.log.exists() else ""
@@ -255,18 +285,23 @@ class Alone:
     """The losses of one process, made anew where more of them are needed."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._rows = folder / "alone", list[dict[str, Any]]()
+        self._folder = folder / "alone"
 
     def __call__(self, steps: int) -> list[dict[str, Any]]:
-        if len(self._rows) < steps:
-            with suppress(FileNotFoundError):
-                shutil.rmtree(self._folder)
-            words = command("dp=1", self._folder, *PRECISE, f"training.steps={steps + steps // 2}")
-            subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env=dict(os.environ))
-            self._rows = rows(self._folder / "metrics.jsonl")
-        return self._rows[:steps]
+        with alone_in(self._folder.with_suffix(".lock")):
+            found = rows(self._folder / "metrics.jsonl")
+            if len(found) < steps:
+                with suppress(FileNotFoundError):
+                    shutil.rmtree(self._folder)
+                words = command("dp=1", self._folder, *PRECISE, f"training.steps={steps + steps // 2}")
+                subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env=dict(os.environ))
+                found = rows(self._folder / "metrics.jsonl")
+        return found[:steps]
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+def _free_port(number: int) -> int:
+    """Another for each job, and none that the system gives to a connection before the job listens there."""
+    for port in range(12_000 + 40 * number, 32_000):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("no port is free")

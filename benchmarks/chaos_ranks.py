@@ -18,7 +18,20 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from chaos_job import PACE, Clock, Disk, Job, Told, command, has_clocks, has_disks, parent_of, rows, send
+from chaos_job import (
+    PACE,
+    Clock,
+    Disk,
+    Job,
+    Told,
+    alone_in,
+    command,
+    parent_of,
+    rows,
+    send,
+    why_no_clocks,
+    why_no_disks,
+)
 
 STEPS, EVERY = 36, 3
 LAYOUTS = [
@@ -42,9 +55,11 @@ OUTSIDE = ("torn", "copy", "process", *DISKS, "clock")
 PLACES = ("step", "data", "forward", "backward", "update")
 
 
-def can_try(kind: str, layouts: Sequence[str]) -> bool:
-    needs = {"full": has_disks, "disk": has_disks, "clock": has_clocks, "flip": lambda: any(map(has_copies, layouts))}
-    return needs.get(kind, lambda: True)()
+def why_not(kind: str, layouts: Sequence[str]) -> str:
+    """Why a kind cannot be tried here; nothing if it can."""
+    if kind == "flip":
+        return "" if any(map(has_copies, layouts)) else "none of the layouts keeps all state twice"
+    return {"full": why_no_disks, "disk": why_no_disks, "clock": why_no_clocks}.get(kind, str)()
 
 
 def has_copies(layout: str) -> bool:
@@ -54,14 +69,23 @@ def has_copies(layout: str) -> bool:
 
 class RanksJob:
     def __init__(
-        self, folder: Path, number: int, layout: str, kinds: Sequence[str], fields: list[str], draw: random.Random
+        self,
+        folder: Path,
+        number: int,
+        layout: str,
+        kinds: Sequence[str],
+        fields: list[str],
+        draw: random.Random,
+        told: Told | None = None,
     ) -> None:
+        """`told`: where to note what happens, also of a job cut off."""
         self.layout, self._draw = layout, draw
         self._above, self._number, self._fields = folder, number, fields
         steps = sorted(self._draw.sample(range(3, STEPS - 8), len(kinds)))
         self._planned = list(zip(steps, kinds, strict=True))
         self._inside = "; ".join([*map(self._describe, self._planned), PACE])
-        self.told = Told("ranks", layout)
+        self.told = told or Told("ranks", "")
+        self.told.layout = layout
 
     def run(self, reference: Path) -> Told:
         name, told = f"job-{self._number}", self.told
@@ -250,9 +274,9 @@ def last_state(folder: Path) -> dict[str, str]:
 def make_reference(folder: Path, layout: str, fields: list[str]) -> Path:
     """A run nothing happens to, made once."""
     place = folder / f"unharmed-{re.sub(r'[^a-z0-9]', '-', layout)}"
-    if not place.exists():
-        extra = [f"training.steps={STEPS}", f"checkpoint.every={EVERY}"]
-        subprocess.run(
-            command(layout, place, *fields, *extra), check=True, stdout=subprocess.DEVNULL, env=dict(os.environ)
-        )
+    with alone_in(place.with_suffix(".lock")):
+        if not place.exists():
+            extra = [f"training.steps={STEPS}", f"checkpoint.every={EVERY}"]
+            words = command(layout, place, *fields, *extra)
+            subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env=dict(os.environ))
     return place

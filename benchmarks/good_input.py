@@ -10,6 +10,7 @@ import shutil
 import sys
 import traceback
 import types
+from contextlib import suppress
 from pathlib import Path
 
 from cuboid.cli.main import main
@@ -226,7 +227,6 @@ SCENARIOS: list[tuple[str, tuple[str, ...]]] = [
 
 
 def make_good(folder: Path) -> None:
-    import pyarrow
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     os.chdir(folder)
@@ -251,22 +251,14 @@ def make_good(folder: Path) -> None:
     for name, text in files.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(text)
-    import pyarrow.parquet as parquet
-    import zstandard
-
     rows = Path("corpus/b.jsonl").read_bytes()
     Path("corpus/c.jsonl.gz").write_bytes(gzip.compress(rows))
-    Path("corpus/d.jsonl.zst").write_bytes(zstandard.compress(rows))
-    table = pyarrow.table({"text": ["a row of a table", "another"] * 10})
-    parquet.write_table(table, "corpus/e.parquet")
-    Path("dataset").mkdir()
-    with (
-        pyarrow.OSFile("dataset/data-00000-of-00001.arrow", "wb") as sink,
-        pyarrow.ipc.new_stream(sink, table.schema) as out,
-    ):
-        out.write_table(table)
-    Path("dataset/state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
-    Path("dataset/dataset_info.json").write_text("{}")
+    with suppress(ImportError):
+        import zstandard
+
+        Path("corpus/d.jsonl.zst").write_bytes(zstandard.compress(rows))
+    with suppress(ImportError):
+        _make_tables()
     published = (Path(__file__).parent / "published/runs.csv").read_text().splitlines()
     Path("rows.csv").write_text("\n".join(published[:6]))
     for command in (
@@ -311,6 +303,22 @@ def make_good(folder: Path) -> None:
     shutil.copytree("runs/seed", "runs/other")
     shutil.copytree("further", "configs/ahead", ignore=shutil.ignore_patterns("*.safetensors", "tok*"))
     _make_step(Path("step"))
+
+
+def _make_tables() -> None:
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    table = pyarrow.table({"text": ["a row of a table", "another"] * 10})
+    parquet.write_table(table, "corpus/e.parquet")
+    Path("dataset").mkdir()
+    with (
+        pyarrow.OSFile("dataset/data-00000-of-00001.arrow", "wb") as sink,
+        pyarrow.ipc.new_stream(sink, table.schema) as out,
+    ):
+        out.write_table(table)
+    Path("dataset/state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    Path("dataset/dataset_info.json").write_text("{}")
 
 
 def _make_step(folder: Path) -> None:

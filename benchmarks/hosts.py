@@ -32,6 +32,18 @@ def ip(*arguments: str) -> str:
     return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
 
 
+def why_no_hosts() -> str:
+    """Why none can be made here; nothing if they can: a kernel may know no namespaces, bridges or limits of rates."""
+    if os.geteuid() != 0 or shutil.which("tc") is None or shutil.which("ip") is None:
+        return "this needs root and iproute2"
+    try:
+        with Hosts(2, "1gbit") as hosts:
+            hosts.divide([1])
+    except subprocess.CalledProcessError as error:
+        return f"{' '.join(error.cmd)} says: {(error.stderr or '').strip() or error}"
+    return ""
+
+
 class Hosts:
     """`count` hosts, numbered from 0. Leaving the context ends every process in them and removes them."""
 
@@ -42,9 +54,16 @@ class Hosts:
         mark = f"c{os.getpid()}{chr(97 + next(_numbers))}"  # names of interfaces have at most 15 characters
         self.names = [f"{mark}{host}" for host in range(count)]
         self._bridge, self._far_bridge = mark, f"{mark}x"
-        self._open()
-        if rate is not None:
-            self.set_rate(rate)
+        try:
+            self._open()
+            if rate is not None:
+                self.set_rate(rate)
+        except BaseException:
+            for name in self.names:
+                subprocess.run(["ip", "netns", "del", name], capture_output=True)  # a link goes with its host
+            for bridge in (self._bridge, self._far_bridge):
+                subprocess.run(["ip", "link", "del", bridge], capture_output=True)
+            raise
 
     def __enter__(self) -> Hosts:
         return self
@@ -80,7 +99,7 @@ class Hosts:
                 bucket = ["burst", str(max(16_384, round(bytes_per_second(rate) * 0.004))), "latency", "200ms"]
                 for tc, link in ((["tc"], name), (["tc", "-n", name], INTERFACE)):
                     limit = [*tc, "qdisc", "replace", "dev", link, "root", "tbf", "rate", rate, *bucket]
-                    subprocess.run(limit, check=True)
+                    subprocess.run(limit, check=True, capture_output=True, text=True)
 
     def processes(self, host: int) -> list[int]:
         return [int(number) for number in ip("netns", "pids", self.names[host]).split()]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
 import subprocess
 import sys
 import time
@@ -18,7 +16,7 @@ sys.path.insert(0, str(BENCHMARKS))  # its files import each other
 import chaos_job  # noqa: E402
 import chaos_nodes  # noqa: E402
 import chaos_ranks  # noqa: E402
-from hosts import Hosts  # noqa: E402
+from hosts import Hosts, why_no_hosts  # noqa: E402
 
 LAYOUT = "dp=2"
 FIELDS = ["training.device=cpu"]
@@ -26,10 +24,10 @@ QUICK = ("torn", "clock")
 KINDS = [
     kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.thorough)
     for kind in ("flip", *chaos_ranks.OUTSIDE)
-    if chaos_ranks.can_try(kind, [LAYOUT])
+    if not chaos_ranks.why_not(kind, [LAYOUT])
 ]
 """Those that this machine lets be tried: disks need root, clocks a compiler."""
-ON_HOSTS = os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc")))
+ON_HOSTS = not why_no_hosts()
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +52,7 @@ NODES_KINDS = [["pulse", "leader"], ["filled"], ["partition"]]
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "kinds", [kinds for kinds in NODES_KINDS if all(chaos_nodes.can_try(kind, ON_HOSTS) for kind in kinds)]
+    "kinds", [kinds for kinds in NODES_KINDS if not any(chaos_nodes.why_not(kind, ON_HOSTS) for kind in kinds)]
 )
 def test_four_nodes_end_right(tmp_path: Path, alone: chaos_nodes.Alone, kinds: list[str]) -> None:
     hosts = Hosts(chaos_nodes.NODES + 1, "1gbit") if "partition" in kinds else None
