@@ -7,6 +7,7 @@ import pytest
 from cuboid.launch.pool import Pool
 from tests.cost.test_score_card import module
 
+module("at_once")  # which the other imports
 PARTS = module("parts")
 
 
