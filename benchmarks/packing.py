@@ -257,7 +257,7 @@ RANKS = 4
 
 def cpu(options: argparse.Namespace) -> None:
     with TemporaryDirectory() as folder, Pool() as pool:
-        store = letters_store(Path(folder), options.sequence, options.seed)
+        store = letters_store(Path(folder), options)
         for layout in (f"dp={RANKS},zero=1", f"dp={RANKS},zero=2"):
             table = {
                 "model": {**CPU_SHAPE, "family": "llama", "vocab": 257},
@@ -271,7 +271,8 @@ def cpu(options: argparse.Namespace) -> None:
                 "data": {"source": store, "attention_within_documents": True, "positions_within_documents": True},
             }
             told = pool.run("packing:taken", (build_run(table, options.set),), ranks=RANKS, timeout=600)
-            row: dict[str, Any] = {"layout": layout, "cores": os.cpu_count()}
+            lengths = {name: getattr(options, name) for name in ("median", "sigma", "seed")}
+            row: dict[str, Any] = {"layout": layout, "cores": os.cpu_count(), "lengths": lengths}
             for kind in KINDS:
                 steps = list(zip(*(rank[kind] for rank in told), strict=True))
                 row[kind] = {
@@ -288,9 +289,11 @@ KINDS = ("order", "work")
 CPU_SHAPE = {"hidden": 64, "layers": 1, "heads": 8, "kv_heads": 4, "ffn": 128}
 
 
-def letters_store(folder: Path, sequence: int, seed: int) -> str:
-    """Half of all documents below a 64th of a sequence, a tenth of all tokens in some that are longer than one."""
-    drawn = np.random.default_rng(seed).lognormal(np.log(sequence / 64), 1.5, size=100_000)
+def letters_store(folder: Path, options: argparse.Namespace) -> str:
+    """Of 512 sequences. By default half of all documents are below a 64th of a sequence, a tenth of all tokens in some
+    that are longer than one; with `--median 256 --sigma 2` a quarter of them."""
+    sequence = options.sequence
+    drawn = np.random.default_rng(options.seed).lognormal(np.log(sequence / options.median), options.sigma, 200_000)
     lengths = [max(2, int(each)) for each in drawn]
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), 512 * sequence))]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": "a" * (n - 1) + " "}) + "\n" for n in lengths))
@@ -345,7 +348,9 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=8192)
     parser.add_argument("--per-rank", type=int, default=8, help="cpu: sequences of a step")
-    parser.add_argument("--seed", type=int, default=0, help="cpu: of the lengths of documents")
+    parser.add_argument("--seed", type=int, default=0, help="cpu: of the lengths of documents, which are lognormal")
+    parser.add_argument("--median", type=int, default=64, help="cpu: such a part of a sequence is their median")
+    parser.add_argument("--sigma", type=float, default=1.5, help="cpu: deviation of their logarithms")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--steps", type=int, default=4, help="of each side in a row")
     parser.add_argument("--rounds", type=int, help="of all sides, after the one that compiles: 3; steps of cpu: 8")
