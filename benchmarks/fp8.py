@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3e-4, help="the highest learning rate")
     parser.add_argument("--megabytes", type=float, default=8.0, help="of text")
     parser.add_argument("--seeds", type=int, default=1, help="of weights and order, each with every precision")
-    parser.add_argument("--together", action="store_true", help="all side by side on the GPU: speeds mean nothing")
+    parser.add_argument("--together", action="store_true", help="those of a seed side by side on the GPU: speeds mean nothing")
     parser.add_argument("--last", type=int, default=10, help="steps at the end whose losses are compared")
     parser.add_argument("--kernels", type=int, default=0, help="how many kernels to list, the longest first")
     parser.add_argument("--picture", type=Path, help="a folder for fp8.svg")
@@ -259,14 +259,17 @@ def main() -> None:
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         store = real_text(Path(folder), options.megabytes, min(16384, SHAPES[options.shape]["vocab"]))
-        cases = [(name, seed) for seed in range(options.seeds) for name in options.precisions.split(",")]
-        begun = {case: begin(*case, store) for case in cases} if options.together else {}
-        for case in cases:
-            row = end(begun.get(case) or begin(*case, store))
-            shown = {key: value for key, value in row.items() if key != "every_loss"}
-            print(json.dumps({"precision": case[0], "seed": case[1], "shape": options.shape, **shown}), flush=True)
-            if "failed" not in row:
-                rows[case] = row
+        for seed in range(options.seeds):
+            cases = [(name, seed) for name in options.precisions.split(",")]
+            begun = {case: begin(*case, store) for case in cases} if options.together else {}
+            for case in cases:
+                row = end(begun.get(case) or begin(*case, store))
+                shown = {key: value for key, value in row.items() if key != "every_loss"}
+                print(json.dumps({"precision": case[0], "seed": seed, "shape": options.shape, **shown}), flush=True)
+                if "failed" not in row:
+                    rows[case] = row
+            if options.seeds > 1:
+                print(json.dumps({"so_far": compare(rows, options.last)}), flush=True)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     print(json.dumps({**compare(rows, options.last), "device": where, "torch": torch.__version__}))
     if options.picture and rows:
