@@ -1,5 +1,5 @@
 """Does bad input ever do harm? python benchmarks/bad_input.py --cases 5000 [--jobs 12 --minutes 9] [--seed 0]
-                                                             [--only 0:17] [--verb train]
+                                           [--only 0:17,23] [--verb train] [--out FOLDER]
 
 Generated and mutated inputs against every verb of the command line: files of every kind broken in one place or replaced
 by what is no file, junk in options, `--set` values, paths and URLs. A case is bad if it ends in a traceback, by a
@@ -378,6 +378,9 @@ def campaign(asked: argparse.Namespace, numbers: list[int], scenarios: list[int]
 
 
 def _tell(ended: dict[str, Any], done: int, cases: int, asked: argparse.Namespace) -> None:
+    if asked.out:
+        with asked.out.open("a") as file:
+            file.write(json.dumps(ended) + "\n")
     if not asked.json and ended["faults"]:
         case = ended["case"]
         print(f"{asked.seed}:{case['number']}  {'; '.join(ended['faults'])}  {case['what']} {case['file']}")
@@ -414,24 +417,28 @@ def command() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="SEED:NUMBER of one case, with all it says")
+    parser.add_argument("--only", help="SEED:NUMBER,… of single cases, with all they say")
     parser.add_argument("--verb", help="only this verb; numbers of cases are then others")
     parser.add_argument("--jobs", type=int, default=2, help="so many cases at once")
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no further case begins")
+    parser.add_argument("--out", type=Path, help="a folder for bad_input.jsonl: a row a case, as it ends")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     asked = parser.parse_args()
     scenarios = [index for index, (text, _) in enumerate(SCENARIOS) if asked.verb in (None, text.split()[0])]
     numbers = list(range(asked.cases))
     if asked.only:
-        asked.seed, number = map(int, asked.only.split(":"))
-        numbers = [number]
+        seed, _, wanted = asked.only.partition(":")
+        asked.seed, numbers = int(seed), [int(number) for number in wanted.split(",")]
+    if asked.out:
+        asked.out.mkdir(parents=True, exist_ok=True)
+        asked.out = (asked.out / "bad_input.jsonl").resolve()
     with TemporaryDirectory(prefix="bad-input-") as room:
         found = campaign(asked, numbers, scenarios, Path(room))
     if asked.json:
         print(json.dumps({"seed": asked.seed, "cases": found}))
     else:
         if asked.only:
-            print(found[0]["said"])
+            print("\n".join(ended["said"] for ended in found))
         show(found, asked.seed)
     return int(any(ended["faults"] for ended in found))
 

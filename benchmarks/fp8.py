@@ -244,7 +244,9 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3e-4, help="the highest learning rate")
     parser.add_argument("--megabytes", type=float, default=8.0, help="of text")
     parser.add_argument("--seeds", type=int, default=1, help="of weights and order, each with every precision")
-    parser.add_argument("--together", action="store_true", help="those of a seed side by side on the GPU: speeds mean nothing")
+    parser.add_argument(
+        "--together", action="store_true", help="those of a seed side by side on the GPU: speeds mean nothing"
+    )
     parser.add_argument("--last", type=int, default=10, help="steps at the end whose losses are compared")
     parser.add_argument("--kernels", type=int, default=0, help="how many kernels to list, the longest first")
     parser.add_argument("--picture", type=Path, help="a folder for fp8.svg")

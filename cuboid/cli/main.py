@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
+from io import TextIOWrapper
 from keyword import iskeyword
 from typing import Any
 
@@ -85,6 +86,9 @@ class Commands(TyperGroup):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
+    if arguments is None and isinstance(sys.stdout, TextIOWrapper):  # not every terminal has every character
+        sys.stdout.reconfigure(errors="backslashreplace")
+        os.environ["PYTHONIOENCODING"] = f"{sys.stdout.encoding}:backslashreplace"  # of ranks
     status = _status(list(sys.argv[1:] if arguments is None else arguments) or ["--help"])
     if status == INTERRUPTED and arguments is None:
         _leave_at_once()
@@ -127,12 +131,25 @@ def _status(given: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    _check_text(arguments)
     verb = _verb(arguments)
     if verb is not None and verb not in VERBS:
         raise UserError(f"unknown command {verb}; did you mean {either(nearest_names(verb, VERBS))}?")
     arguments = [_respelled(verb, argument) for argument in arguments]
     status = _application(verb)(arguments, standalone_mode=False, prog_name="cuboid")
     return status if isinstance(status, int) else 0
+
+
+def _check_text(arguments: list[str]) -> None:
+    """Of bytes that are no UTF-8 Python makes halves of characters, which no file and no page takes."""
+    here = ""
+    with suppress(OSError):  # it was removed
+        here = os.getcwd()  # a part of many a name that is written
+    for text in (*arguments, here):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{text} is not UTF-8 text; rename what it names, or write it in UTF-8") from None
 
 
 def _respelled(verb: str | None, argument: str) -> str:

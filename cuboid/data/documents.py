@@ -16,6 +16,7 @@ from cuboid.readers import (
     LARGEST,
     Unreadable,
     checked_batches,
+    is_text,
     open_arrow,
     open_inflated,
     open_parquet,
@@ -96,6 +97,8 @@ def _dataset_files(state: Path) -> list[str]:
 
 
 def _input_file(path: Path, name: str) -> InputFile:
+    if not is_text(name):
+        raise UserError(f"source={path} has a name that is not UTF-8 text; rename it")
     if path.suffix in (".bin", ".idx"):
         raise UserError(f"source={path} holds tokens already; use {path.with_suffix('')} as data.source")
     stem = Path(path.stem) if path.suffix in COMPRESSED else path

@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,41 +72,43 @@ def with_own_folders(run: Run, options: IslandOptions) -> Run:
 
 
 @contextmanager
-def met(run: Run, options: IslandOptions) -> Iterator[None]:
-    """Meanwhile ranks that start here find their island; and where this machine is one where islands meet, this process
-    decides for all of them, until all have left."""
+def met(run: Run, options: IslandOptions) -> Iterator[Callable[[], None]]:
+    """Listens where islands meet, if that is this machine; ranks that start here find their island. What is yielded is
+    called when nothing is refused any more: it makes the secret of the islands if there is none, and from then on this
+    process decides for all of them where it listens, until all have left."""
     if options.island is None:
-        yield
+        yield lambda: None
         return
-    endpoints = options.endpoints()
-    secret = _secret(run, endpoints)
+    endpoints, folder = options.endpoints(), Path(run.output.folder).parent  # of all islands
+    secret = found_secret(os.environ, folder)
+    if secret is None and not all(is_loopback(each.host) for each in endpoints):
+        raise UserError(f"islands need a secret that all of them know; set {VALUE}, see docs/security.md")
     interfaces = [find_interface(options.interface, each) for each in endpoints]
     places = [(each.host, each.port) for each in endpoints]
-    kept = {name: os.environ.get(name) for name in (VALUE, VARIABLE)}
-    os.environ[VALUE] = secret.decode()
     told = {"number": options.island, "places": places, "address": interfaces[0].address}
-    os.environ[VARIABLE] = json.dumps(told)
     with ExitStack() as stack:
-        for endpoint, interface in zip(endpoints, interfaces, strict=True):
-            if (listener := listen_if_host(endpoint, interface)) is not None:
-                coordinator = stack.enter_context(coordinated(run, listener, secret))
+        for name in (VALUE, VARIABLE):
+            stack.callback(_restore, name, os.environ.get(name))
+        os.environ[VARIABLE] = json.dumps(told)
+        if secret is not None:
+            os.environ[VALUE] = secret.decode()
+        found = [listen_if_host(*each) for each in zip(endpoints, interfaces, strict=True)]
+        listeners = [stack.enter_context(listener) for listener in found if listener is not None]
+
+        def begin() -> None:
+            known = secret or make_secret(folder)
+            os.environ[VALUE] = known.decode()
+            for listener in listeners:
+                coordinator = stack.enter_context(coordinated(run, listener, known))
                 stack.callback(coordinator.wait_until_left, FAREWELL)
-        try:
-            yield
-        finally:
-            for name, value in kept.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
+
+        yield begin
 
 
-def _secret(run: Run, endpoints: Sequence[Endpoint]) -> bytes:
-    folder = Path(run.output.folder).parent  # of all islands
-    if all(is_loopback(each.host) for each in endpoints):
-        return given_secret(os.environ) or make_secret(folder)
-    if (secret := found_secret(os.environ, folder)) is None:
-        raise UserError(f"islands need a secret that all of them know; set {VALUE}, see docs/security.md")
-    return secret
+def _restore(name: str, value: str | None) -> None:
+    os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
 
 
 def site_of(run: Run, environment: Mapping[str, str]) -> Site | None:

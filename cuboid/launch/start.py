@@ -141,6 +141,9 @@ class Role:
 
 @dataclass(frozen=True)
 class TrainingRole(Role):
+    begin: Callable[[], None] = lambda: None
+    """Called when nothing is refused any more."""
+
     @property
     def fewest_nodes(self) -> int:
         """With which the job continues."""
@@ -150,6 +153,7 @@ class TrainingRole(Role):
 
     def train(self, quiet: bool) -> tuple[Outcome, bool]:
         """Also whether this process tells of the job at its end."""
+        self.begin()
         if self.nodes is None:
             return start_training(self.run, quiet), self.speaks
         from cuboid.launch.node import supervise_node
@@ -157,18 +161,18 @@ class TrainingRole(Role):
         return supervise_node(self.run, self.nodes, self.listener, quiet)
 
 
-def take_role(run: Run, options: NodeOptions) -> TrainingRole:
+def take_role(run: Run, options: NodeOptions, begin: Callable[[], None] = lambda: None) -> TrainingRole:
     """Refuses in one sentence what cannot work; of many nodes the one at the rendezvous listens there when this
     returns."""
     nodes = find_nodes(run, options)
     if nodes is None:
-        return TrainingRole(run, place=find_place(os.environ))
+        return TrainingRole(run, place=find_place(os.environ), begin=begin)
     os.environ.setdefault(NODE, nodes.interface.address)  # which stays the same when this process is started again
     listener = listen_if_host(nodes.endpoint, nodes.interface)
     if listener is not None and _is_led(run):  # this node led, and another took over
         listener.close()
         listener = None
-    return TrainingRole(run, nodes=nodes, listener=listener)
+    return TrainingRole(run, nodes=nodes, listener=listener, begin=begin)
 
 
 def _is_led(run: Run) -> bool:
@@ -198,8 +202,8 @@ def train_run(
     island = island or IslandOptions()
     island.check(run)
     run = with_own_folders(run, island)
-    with met(run, island):
-        return _train(run, options, overwrite, quiet, conclude, announce, oversubscribe, take_over)
+    with met(run, island) as begin:
+        return _train(run, options, overwrite, quiet, conclude, announce, oversubscribe, take_over, begin)
 
 
 def _train(
@@ -211,6 +215,7 @@ def _train(
     announce: Callable[[str], None],
     oversubscribe: bool,
     take_over: bool,
+    begin: Callable[[], None],
 ) -> Outcome:
     check_chosen(run)
     check_supported(run)
@@ -218,7 +223,7 @@ def _train(
     run, begun = (run, "") if overwrite else as_begun(run)
     if run.profile.steps:  # read as torch is loaded, here and in ranks: the profiler says when it starts and stops
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    role = take_role(run, options or NodeOptions())
+    role = take_role(run, options or NodeOptions(), begin)
     check_machine(run, role.place)
     role.check_room(oversubscribe)
     check_room(run, role.fewest_nodes)

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from cuboid.cli.main import VERBS as MODULES
 from cuboid.cli.main import main
 from cuboid.spec.run import build_run, dump_run
+from tests.launch.ports import free_port
 
 ROWS = [{"step": step, "loss": 6.0, "gradient_norm": 1.0, "seconds": 0.1, "tokens": 64} for step in (1, 2, 3)]
 SIZES = {"steps": 4, "global_batch": 2, "sequence": 32, "device": "cpu"}
@@ -167,14 +169,42 @@ def test_times_of_another_schedule_are_no_pipeline_of_this_one(
         (f"compare {'x' * 5000} run", "File name too long"),
         ("simulate tiny-llama h100x8 --layout pp=8 --global-batch 10000000 --seq 64", "too many to simulate"),
         ("map tiny-llama h100x8000000 --layout dp=8000000", "too many to map; use 262144 or less"),
-        ("generate \udc80 --prompt a", "does not exist"),
-        ("models \udcff", "unexpected"),
     ],
 )
 def test_absurd_options_are_refused(
     run_folder: Path, arguments: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sentence in refusal(arguments.split(), capsys)
+
+
+@pytest.mark.parametrize("verb", [*MODULES, "nothing"])
+def test_what_is_no_text_is_refused_by_every_command(
+    run_folder: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the shell brings names that are no UTF-8, and as only another program can."""
+    for name in ("caf\udce9", "a\ud800/b"):
+        for arguments in ([verb, name], [verb, "run", name], [verb, "--set", f"output.folder={name}"], [name, verb]):
+            assert "is not UTF-8 text; rename what it names" in refusal(arguments, capsys)
+
+
+def test_names_on_the_disk_that_are_no_text_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/corpus/caf\xe9"))
+    folder.mkdir(parents=True)
+    (folder / "a.txt").write_text("a text of a few words")
+    assert "has a name that is not UTF-8 text; rename it" in refusal("data build corpus -o store".split(), capsys)
+    monkeypatch.chdir(folder)
+    assert "is not UTF-8 text; rename what it names" in refusal(["models"], capsys)
+
+
+@pytest.mark.parametrize("option", ["--ranks-per-node=-9223372036854775808", "--nodes=0", "--set=data.source=/none"])
+def test_an_island_that_is_refused_leaves_no_secret_behind(
+    run_folder: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ["train", "run/run.toml", "--overwrite", "--set", "islands.count=2", "--set", "output.folder=new"]
+    islands = ["--island", "0", "--islands-rendezvous", f"127.0.0.1:{free_port()}"]
+    refusal([*job, *islands, option], capsys)
 
 
 @pytest.mark.thorough

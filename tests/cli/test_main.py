@@ -91,6 +91,13 @@ print("torch" in sys.modules, "cuboid.cli.import_deepspeed" in sys.modules)
     assert run_python(code).split() == ["False", "False"]
 
 
+def test_a_terminal_without_a_character_is_no_error() -> None:
+    words = [sys.executable, "-m", "cuboid.cli.main", "explain", "tiny-llama", "cpux2", "--layout", "dp=2"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    told = subprocess.run([*words, "--global-batch", "2", "--seq", "16"], capture_output=True, env=environment)
+    assert told.returncode == 0 and b"\\xd7" in told.stdout, told.stderr
+
+
 def test_a_reader_that_stops_early_is_no_error() -> None:
     program = f'"{sys.executable}" -m cuboid.cli.main map --layout dp=4096 --cluster cpux4096 --json | head -c 10'
     finished = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
