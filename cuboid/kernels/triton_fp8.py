@@ -70,39 +70,50 @@ def quantise_tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def quantise_long_rows(source, values, scales, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program a row, which has one scale; BLOCK holds all of it."""
+def quantise_long_rows(  # type: ignore[no-untyped-def]
+    source, values, scales, columns, high, spread, first, BLOCK: tl.constexpr
+):
+    """One program a row, which has one scale; BLOCK holds all of it. Of matrices of `high` rows each, row `first` of
+    one is written `spread` rows behind row `first` of the one before."""
     row = tl.program_id(0).to(tl.int64)
+    place = row // high * spread + first + row % high
     column = tl.arange(0, BLOCK)
     inside = column < columns
     x = tl.load(source + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     scale, inverse = power_of_two(tl.max(tl.abs(x), 0))
-    tl.store(values + row * columns + column, (x * inverse).to(tl.float8e4nv), mask=inside)
-    tl.store(scales + row, scale)
+    tl.store(values + place * columns + column, (x * inverse).to(tl.float8e4nv), mask=inside)
+    tl.store(scales + place, scale)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def quantise_long_columns(  # type: ignore[no-untyped-def]
-    source, transposed, scales, rows, columns, TALL: tl.constexpr, WIDE: tl.constexpr
+    source, below, transposed, scales, rows, columns, PARTS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Of matrices one behind the other: the transpose of each, with a scale for each of its rows. A program takes WIDE
-    columns of one, twice: the second time they come from the cache."""
+    """Of matrices one behind the other: the transpose of each, with a scale for each of its rows. PARTS = 2: each is
+    one of `source` with one of `below` under it. A program takes WIDE columns of one, twice: the second time they come
+    from the cache."""
     matrix = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     held = column < columns
     first = matrix * rows * columns
     peaks = tl.zeros((WIDE,), tl.float32)
-    for start in range(0, rows, TALL):
-        row = start + tl.arange(0, TALL)
-        inside = (row < rows)[:, None] & held[None, :]
-        tile = tl.load(source + first + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0)
-        peaks = tl.maximum(peaks, tl.max(tl.abs(tile.to(tl.float32)), 0))
+    for part in tl.static_range(PARTS):
+        read = (source if part == 0 else below) + first
+        for start in range(0, rows, TALL):
+            row = start + tl.arange(0, TALL)
+            inside = (row < rows)[:, None] & held[None, :]
+            tile = tl.load(read + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0)
+            peaks = tl.maximum(peaks, tl.max(tl.abs(tile.to(tl.float32)), 0))
     scale, inverse = power_of_two(peaks)
     tl.store(scales + matrix * columns + column, scale, mask=held)
-    for start in range(0, rows, TALL):
-        row = start + tl.arange(0, TALL)
-        inside = (row < rows)[:, None] & held[None, :]
-        tile = tl.load(source + first + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0)
-        rounded = (tile.to(tl.float32) * inverse[None, :]).to(tl.float8e4nv)
-        place = transposed + first + column[:, None] * rows + row[None, :]
-        tl.store(place, tl.trans(rounded), mask=held[:, None] & (row < rows)[None, :])
+    length = rows * PARTS
+    for part in tl.static_range(PARTS):
+        read = (source if part == 0 else below) + first
+        written = transposed + first * PARTS + part * rows
+        for start in range(0, rows, TALL):
+            row = start + tl.arange(0, TALL)
+            inside = (row < rows)[:, None] & held[None, :]
+            tile = tl.load(read + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0)
+            rounded = (tile.to(tl.float32) * inverse[None, :]).to(tl.float8e4nv)
+            place = written + column[:, None] * length + row[None, :]
+            tl.store(place, tl.trans(rounded), mask=held[:, None] & (row < rows)[None, :])

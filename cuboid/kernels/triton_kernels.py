@@ -146,25 +146,39 @@ def combine_gradients(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def swiglu(gate, up, result, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def swiglu(gate, up, result, count, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of `gate` and `up` are WIDTH long and begin STRIDE apart."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
-    g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+    apart = place // WIDTH * STRIDE + place % WIDTH
+    g = tl.load(gate + apart, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + apart, mask=inside, other=0.0).to(tl.float32)
     tl.store(result + place, (g / (1.0 + tl.exp(-g)) * u).to(result.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def swiglu_gradients(gradient, gate, up, gate_gradient, up_gradient, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def swiglu_gradients(  # type: ignore[no-untyped-def]
+    gradient,
+    gate,
+    up,
+    gate_gradient,
+    up_gradient,
+    count,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """As `swiglu`; so are the gradients."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
+    apart = place // WIDTH * STRIDE + place % WIDTH
     d = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + apart, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + apart, mask=inside, other=0.0).to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-g))
     kind = gate_gradient.dtype.element_ty
-    tl.store(gate_gradient + place, (d * u * sigmoid * (1.0 + g * (1.0 - sigmoid))).to(kind), mask=inside)
-    tl.store(up_gradient + place, (d * g * sigmoid).to(kind), mask=inside)
+    tl.store(gate_gradient + apart, (d * u * sigmoid * (1.0 + g * (1.0 - sigmoid))).to(kind), mask=inside)
+    tl.store(up_gradient + apart, (d * g * sigmoid).to(kind), mask=inside)
 
 
 # Where rows stand in the order of their experts. A stable sort would give the same in a dozen launches, which the host

@@ -22,6 +22,8 @@ from cuboid.spec.model import ModelSpec
 from cuboid.spec.sharding import EXPERT, Split
 
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
+PairMatmul = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(rows, two weights, counts) -> what each gives."""
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -59,13 +61,17 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _Swiglu(torch.autograd.Function):
+    """Gate and up lie each by itself, or side by side in the rows of one tensor; so do their gradients."""
+
     @staticmethod
     def forward(context: Any, gate: Tensor, up: Tensor) -> Tensor:
         from cuboid.kernels import triton_kernels
 
+        if not lie_side_by_side(gate, up):
+            gate, up = gate.contiguous(), up.contiguous()
         context.save_for_backward(gate, up)
-        result, count = torch.empty_like(gate), gate.numel()
-        triton_kernels.swiglu[(_blocks(count),)](gate, up, result, count, BLOCK=SWIGLU_BLOCK)
+        result, count = gate.new_empty(gate.shape), gate.numel()
+        triton_kernels.swiglu[(_blocks(count),)](gate, up, result, count, **_rows_of(gate), BLOCK=SWIGLU_BLOCK)
         return result
 
     @staticmethod
@@ -73,11 +79,28 @@ class _Swiglu(torch.autograd.Function):
         from cuboid.kernels import triton_kernels
 
         gate, up = context.saved_tensors
-        results, count = (torch.empty_like(gate), torch.empty_like(up)), gate.numel()
+        count = gate.numel()
+        if lie_side_by_side(gate, up):
+            gate_gradient, up_gradient = gate.new_empty(gate.shape[0], 2 * gate.shape[1]).chunk(2, dim=1)
+        else:
+            gate_gradient, up_gradient = torch.empty_like(gate), torch.empty_like(up)
         triton_kernels.swiglu_gradients[(_blocks(count),)](
-            gradient.contiguous(), gate, up, *results, count, BLOCK=SWIGLU_BLOCK
+            gradient.contiguous(), gate, up, gate_gradient, up_gradient, count, **_rows_of(gate), BLOCK=SWIGLU_BLOCK
         )
-        return results
+        return gate_gradient, up_gradient
+
+
+def lie_side_by_side(left: Tensor, right: Tensor) -> bool:
+    """Whether they are the two halves of the columns of one tensor."""
+    halves = left.dim() == 2 and left.stride() == right.stride() == (2 * left.shape[1], 1)
+    same = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    return halves and same and left.storage_offset() + left.shape[1] == right.storage_offset()
+
+
+def _rows_of(gate: Tensor) -> dict[str, int]:
+    if gate.is_contiguous():
+        return {"WIDTH": 1, "STRIDE": 1}
+    return {"WIDTH": gate.shape[1], "STRIDE": gate.stride(0)}
 
 
 SWIGLU_BLOCK = 4096
@@ -114,15 +137,22 @@ class Experts(nn.Module):
         self.up_bias = nn.Parameter(torch.empty(experts, width)) if biased else None
         self.down_bias = nn.Parameter(torch.empty(experts, model.hidden)) if biased else None
         self.matmul: GroupedMatmul = grouped_matmul
+        self.gate_and_up: PairMatmul | None = None
+        """Both matmuls as one, where that is worth it."""
         self.swiglu: Gating = swiglu if model.activation == "swiglu" else GATINGS.get(model.activation, swiglu)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x: rows in the order of experts, `counts` of each."""
-        up = add_biases(self.matmul(x, self.up, counts), self.up_bias, counts)
         if self.gate is None:
+            up = add_biases(self.matmul(x, self.up, counts), self.up_bias, counts)
             inner = functional.gelu(up, approximate="tanh")
         else:
-            inner = self.swiglu(add_biases(self.matmul(x, self.gate, counts), self.gate_bias, counts), up)
+            if self.gate_and_up is None:
+                up, gate = self.matmul(x, self.up, counts), self.matmul(x, self.gate, counts)
+            else:
+                gate, up = self.gate_and_up(x, self.gate, self.up, counts)
+            gate, up = add_biases(gate, self.gate_bias, counts), add_biases(up, self.up_bias, counts)
+            inner = self.swiglu(gate, up)
         return add_biases(self.matmul(inner, self.down, counts), self.down_bias, counts)
 
 

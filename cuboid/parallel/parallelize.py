@@ -17,11 +17,11 @@ from cuboid.kernels.precision import LossScale, wide
 from cuboid.kernels.recompute import Memory, with_recompute
 from cuboid.model.custom import Model
 from cuboid.model.fp8 import Fp8Matmul, require_fp8
-from cuboid.model.fp8_experts import fp8_grouped_matmul
+from cuboid.model.fp8_experts import multiply_experts_in_fp8
 from cuboid.model.initialize import initial_tensor, learning_rate_factor
 from cuboid.model.linear import Linear, declared_split
 from cuboid.model.load_balancing import Balance
-from cuboid.model.moe import Experts, MoE, RoutedExperts, grouped_matmul
+from cuboid.model.moe import Experts, MoE, RoutedExperts
 from cuboid.model.router import Router
 from cuboid.model.split_backward import (
     UNTOUCHED,
@@ -211,8 +211,6 @@ class _Builder:
         """The scales of the blocks' linears; None is not in fp8."""
         if self.fp8 is not None:
             require_fp8(device, self.fp8, run.training.fp8_experts)
-        self.grouped_matmul = fp8_grouped_matmul if run.training.fp8_experts else grouped_matmul
-        """Of routed experts."""
         tensor, expert = groups.tensor, groups.expert
         sequence_parallel = self.layout.sequence_parallel
         self.place = ShardingRank(tensor.size, tensor.index, expert.size, expert.index, sequence_parallel)
@@ -315,7 +313,7 @@ class _Builder:
                 if isinstance(child, Linear):
                     child.matmul = Fp8Matmul(self.fp8)
                 if isinstance(child, Experts) and self.run.training.fp8_experts:
-                    child.matmul = deferrable_grouped_matmul(self.deferral, self.grouped_matmul)
+                    multiply_experts_in_fp8(child, self.deferral)
         # Outside in: attention over ranks, then recompute around the block, then experts and measures around that.
         if self.layout.cp > 1:
             gathers = self.layout.cp_method == "allgather"
@@ -400,8 +398,8 @@ class _Builder:
             for child in module.modules():
                 if isinstance(child, Linear) and not (self.compiled and in_block):
                     child.matmul = deferrable_matmul(self.deferral, self.fp8 if in_block else None)
-                if isinstance(child, Experts):
-                    child.matmul = deferrable_grouped_matmul(self.deferral, self.grouped_matmul)
+                if isinstance(child, Experts) and not self.run.training.fp8_experts:
+                    child.matmul = deferrable_grouped_matmul(self.deferral)
         # A module of one's own may use one parameter under several names.
         aliases: dict[int, list[str]] = {}
         for path, parameter in module.named_parameters(remove_duplicate=False):

@@ -18,13 +18,13 @@ from cuboid.kernels.cpu_16bit import fast_matmuls
 from cuboid.kernels.precision import wide
 from cuboid.model.custom import Model, WholeModel
 from cuboid.model.fp8 import Fp8Matmul
-from cuboid.model.fp8_experts import fp8_grouped_matmul
+from cuboid.model.fp8_experts import multiply_experts_in_fp8
 from cuboid.model.initialize import initialize, learning_rate_factor
 from cuboid.model.linear import Linear, Matmul, declared_split
 from cuboid.model.load_balancing import Balance
 from cuboid.model.moe import Experts
 from cuboid.model.router import Router
-from cuboid.model.split_backward import Deferral, deferrable_grouped_matmul
+from cuboid.model.split_backward import Deferral
 from cuboid.model.transformer import Transformer
 from cuboid.parallel.device import choose_device
 from cuboid.spec.layout import Layout
@@ -215,7 +215,7 @@ class OneProcess:
                 if isinstance(child, Linear):
                     child.matmul = Fp8Matmul(run.training.fp8_scaling)
                 if isinstance(child, Experts) and run.training.fp8_experts:
-                    child.matmul = deferrable_grouped_matmul(Deferral(), fp8_grouped_matmul)
+                    multiply_experts_in_fp8(child, Deferral())
         if hops > 1 and isinstance(computing.model, Transformer):
             sum_hop_by_hop(computing.model, hops)
         kind = UpdatesOfOwn if run.optimizer.is_own else WithMuon if run.optimizer.is_muon else Updates

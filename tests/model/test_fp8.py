@@ -8,8 +8,8 @@ from torch import Tensor
 
 from cuboid.errors import UserError
 from cuboid.model.fp8 import Fp8Matmul, Scaling, multiply, quantise, quantise_columns, require_fp8
-from cuboid.model.fp8_experts import fp8_grouped_matmul
-from cuboid.model.moe import grouped_matmul
+from cuboid.model.fp8_experts import fp8_grouped_matmul, multiply_experts_in_fp8, quantise_long, quantise_pair
+from cuboid.model.moe import Experts, grouped_matmul
 from cuboid.model.split_backward import Deferral, deferrable_grouped_matmul
 from cuboid.spec.run import build_run
 
@@ -134,6 +134,44 @@ def test_experts_in_fp8_are_close_to_exact_ones() -> None:
     for exact, rounded, most in zip(*found, [0.05, 0.05, 1e-6], strict=True):
         assert error(rounded[:16], exact[:16]) < most
         assert most < 1e-5 or not torch.equal(rounded, exact)
+
+
+def test_gate_and_up_in_fp8_are_one_matmul_with_what_is_kept_of_two() -> None:
+    """A scale for each row of the result's gradient is that of both halves; all else is rounded as one by one."""
+    run = build_run({"model": "tiny-mixtral"})
+    alone, joint = (Experts(run.model, 3, 48) for _ in range(2))
+    for number, (left, right) in enumerate(zip(alone.parameters(), joint.parameters(), strict=True)):
+        left.data = numbers(3 * left.shape[1], left.shape[2], number).view_as(left) / 8
+        right.data = left.data.clone()
+    deferral = Deferral()
+    alone.matmul = deferrable_grouped_matmul(deferral, fp8_grouped_matmul)
+    multiply_experts_in_fp8(joint, deferral)
+    counts, found = torch.tensor([5, 0, 11]), []
+    for experts in (alone, joint):
+        for waits in (False, True):
+            deferral.active = waits
+            x = numbers(16, run.model.hidden, 7, spread=2).requires_grad_()
+            for weight in experts.parameters():
+                weight.grad = None
+            y = experts(x, counts)
+            y.backward(numbers(16, run.model.hidden, 8))
+            for works in deferral.take().values():
+                for work in works:
+                    work()
+            found.append([y.detach(), x.grad, *(weight.grad for weight in experts.parameters())])
+    apart, later, both, both_later = found
+    for one, other in ((apart, later), (both, both_later)):
+        assert all(map(torch.equal, one, other))
+    assert torch.equal(apart[0], both[0])
+    assert error(both[1], apart[1]) < 0.05
+    assert all(error(one, other) < 1e-6 for one, other in zip(both[2:], apart[2:], strict=True))
+
+
+def test_a_pair_of_weights_is_rounded_as_one_below_the_other() -> None:
+    gate, up = (numbers(3 * 48, 32, seed).view(3, 48, 32) for seed in (0, 1))
+    for one, other, joint in ((gate, up, 1), (gate.transpose(1, 2), up.transpose(1, 2), 2)):
+        pair, whole = quantise_pair(one, other), quantise_long(torch.cat([one, other], joint))
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(pair, whole, strict=True))
 
 
 def test_what_asks_for_fp8_experts_in_vain_is_refused() -> None:
