@@ -17,6 +17,7 @@ from cuboid.readers import read_json, read_toml
 from cuboid.resilience.faults import VARIABLE, parse_faults
 from cuboid.resilience.goodput import read_spent
 from cuboid.resilience.preemption import REQUEUE
+from cuboid.spec.layout import format_weights
 from cuboid.spec.partition import partition
 from cuboid.spec.run import Run, build_run
 from cuboid.spec.training import USUAL
@@ -148,10 +149,18 @@ def _announce(run: Run) -> None:
     print(f"{run.model.name}: {run.model.parameters:,} parameters on {ranks}, {run.layout}")
     if run.layout.stages > 1:
         print(f"layers per stage: {' '.join(str(len(layers)) for layers in stages)}")
-    print(
-        f"{tokens:,} {run.counts} a step in {run.micro_batches} micro-batches per replica{ramp}; "
-        f"{run.output.folder}/metrics.jsonl"
-    )
+    print(f"{tokens:,} {run.counts} a step in {_micro_batches(run)}{ramp}; {run.output.folder}/metrics.jsonl")
+
+
+def _micro_batches(run: Run) -> str:
+    layout = run.layout
+    if layout.has_unequal_counts:
+        counts = format_weights(tuple(map(run.micro_batches_of, range(layout.dp))))
+        return f"{counts} micro-batches of the replicas"
+    if layout.has_unequal_sizes:
+        sizes = format_weights(tuple(map(layout.micro_batch_of, range(layout.dp))))
+        return f"{run.micro_batches} micro-batches of {sizes} sequences of the replicas"
+    return f"{run.micro_batches} micro-batches per replica"
 
 
 def _conclude(run: Run, as_json: bool) -> None:

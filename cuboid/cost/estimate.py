@@ -192,7 +192,8 @@ def estimate(
     precision: str = "bf16",
 ) -> Estimate:
     """What one layout costs, in numbers a reader can check."""
-    jobs = Jobs.of([layout], global_batch=global_batch, sequence=sequence)
+    alike, batch = layout.as_replica(layout.busiest_replica, global_batch)
+    jobs = Jobs.of([alike], global_batch=batch, sequence=sequence)
     many = estimate_many(model, machine, jobs, engine, precision)
 
     table = {
@@ -206,8 +207,8 @@ def estimate(
         single(many.memory),
         table,
         bool(np.ravel(many.fits)[0]),
-        single(many.tokens),
-        single(many.utilization),
+        single(many.tokens) * global_batch / batch,
+        single(many.utilization) * global_batch / batch,
     )
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,21 +41,36 @@ def assignment(source: Source, run: Run, first: int, size: int, cut: int) -> Ass
     documents = (Documents(each) for each in ids)
     lengths = [(each.cut(cut) if cut else each).lengths.numpy() for each in documents]
     works = [work(run, each) for each in lengths]
-    replicas = assign(works, run.layout.dp, run.layout.micro_batch)
-    own, width = size // run.layout.dp, run.layout.micro_batch
+    layout = run.layout
+    weights = [layout.weight_of(replica) for replica in range(layout.dp)]
+    replicas = assign(works, weights, layout.micro_batch)
+    if layout.has_unequal_sizes:
+        replicas = [
+            [list(chain.from_iterable(batches[at : at + weight])) for at in range(0, len(batches), weight)]
+            for weight, batches in zip(weights, replicas, strict=True)
+        ]
     in_order = [
-        [list(range(at, at + width)) for at in range(start, start + own, width)] for start in range(0, size, own)
+        [
+            list(own[at : at + layout.micro_batch_of(replica)])
+            for at in range(0, len(own), layout.micro_batch_of(replica))
+        ]
+        for replica, own in enumerate(layout.sequences_of(each, size) for each in range(layout.dp))
     ]
     places = [[[first + number for number in batch] for batch in batches] for batches in replicas]
-    waits = run.layout.zero >= 2 or run.layout.ep > 1
-    return Assignment(places, _imbalance(works, replicas, waits), _imbalance(works, in_order, waits))
+    waits = (layout.zero >= 2 or layout.ep > 1) and not layout.has_unequal_counts
+    return Assignment(places, _imbalance(works, replicas, weights, waits), _imbalance(works, in_order, weights, waits))
 
 
-def _imbalance(works: Sequence[int], replicas: Sequence[Sequence[Sequence[int]]], waits: bool) -> float:
-    """`waits`: in each micro-batch for all others."""
-    loads = [[sum(works[number] for number in batch) for batch in batches] for batches in replicas]
+def _imbalance(
+    works: Sequence[int], replicas: Sequence[Sequence[Sequence[int]]], weights: Sequence[int], waits: bool
+) -> float:
+    """`waits`: in each micro-batch for all others. A replica of twice the weight is taken to be twice as fast."""
+    loads = [
+        [sum(works[number] for number in batch) / weight for batch in batches]
+        for weight, batches in zip(weights, replicas, strict=True)
+    ]
     longest = sum(map(max, zip(*loads, strict=True))) if waits else max(map(sum, loads))
-    return longest * len(loads) / sum(works)
+    return longest * sum(weights) / sum(works)
 
 
 def work(run: Run, lengths: NDArray[np.int64]) -> int:
@@ -66,8 +83,9 @@ def work(run: Run, lengths: NDArray[np.int64]) -> int:
     return int(lengths.sum() + np.rint(attention).astype(np.int64).sum())
 
 
-def assign(works: Sequence[int], replicas: int, width: int) -> list[list[list[int]]]:
-    """Numbers of sequences by replica and micro-batch, of which each has `width`.
+def assign(works: Sequence[int], weights: Sequence[int], width: int) -> list[list[list[int]]]:
+    """Numbers of sequences by replica and micro-batch, of which each has `width`; a replica of more weight has so many
+    more.
 
     Longest first, to whoever has least. First sequences to micro-batches, which a pipeline wants even. Then
     micro-batches to replicas: those that come one after another in the order of their work go to different replicas at
@@ -81,14 +99,19 @@ def assign(works: Sequence[int], replicas: int, width: int) -> list[list[list[in
         if len(batches[number]) < width:
             heappush(heap, (held + works[place], number))
     loads = [sum(works[place] for place in batch) for batch in batches]
-    taken: list[list[list[int]]] = [[] for _ in range(replicas)]
-    totals = [0] * replicas
-    order = _longest_first(loads)
-    for start in range(0, len(order), replicas):
-        least_first = sorted(range(replicas), key=lambda replica: (totals[replica], replica))
-        for replica, number in zip(least_first, order[start : start + replicas], strict=True):
+    taken: list[list[list[int]]] = [[] for _ in weights]
+    totals = [0] * len(weights)
+    order, parts = _longest_first(loads), sum(weights)
+    for start in range(0, len(order), parts):
+        turn = order[start : start + parts]
+        free = [(Fraction(totals[replica], weight), replica, weight) for replica, weight in enumerate(weights)]
+        heapify(free)
+        for number in turn:
+            _, replica, room = heappop(free)
             taken[replica].append(batches[number])
             totals[replica] += loads[number]
+            if room > 1:
+                heappush(free, (Fraction(totals[replica], weights[replica]), replica, room - 1))
     return taken
 
 

@@ -36,10 +36,9 @@ def _cut(run: Run, step: int) -> int:
 def _micro_batches(
     source: Source, run: Run, first: int, size: int, replica: int, device: torch.device, cut: int = 0
 ) -> list[MicroBatch]:
-    """Of `size` positions from `first` on. In their order, replica r takes the r-th run of them."""
-    per_replica = size // run.layout.dp
-    start, width = first + replica * per_replica, run.layout.micro_batch
-    taken: Sequence[Sequence[int]] = [range(at, at + width) for at in range(start, start + per_replica, width)]
+    """Of `size` positions from `first` on. In their order, each replica takes a run of them."""
+    wanted, width = run.layout.sequences_of(replica, size), run.layout.micro_batch_of(replica)
+    taken: Sequence[Sequence[int]] = [range(first + at, first + at + width) for at in wanted[::width]]
     if run.data.assignment == "work":
         taken = assignment(source, run, first, size, cut).replicas[replica]
     batches = []

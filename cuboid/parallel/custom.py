@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from cuboid.errors import UserError
 from cuboid.model.custom import Batch, Flow, Model
-from cuboid.spec.run import Run
 
 Shapes = list[tuple[int, ...]]
 
@@ -26,8 +25,9 @@ def carry_buffers(module: nn.Module, dtype: torch.dtype, device: torch.device) -
 class Carrier:
     """What goes from block to block, as the one tensor that stages send one another."""
 
-    def __init__(self, model: Model, run: Run) -> None:
-        self.shapes = model.flow_shapes(run.layout.micro_batch, run.training.sequence)
+    def __init__(self, model: Model, sequences: int, length: int) -> None:
+        """Of micro-batches of so many sequences."""
+        self.shapes = model.flow_shapes(sequences, length)
         self._sizes = [math.prod(shape) for shape in self.shapes]
 
     @property

@@ -21,11 +21,14 @@ class GradientReducer:
         shard: slice,
         size: int,
         dtype: torch.dtype,
+        replicates_late: bool = False,
     ) -> None:
-        """`shard`: what of the unit's flat buffer, of `size` elements, this rank keeps under ZeRO. `dtype`: of sums."""
+        """`shard`: what of the unit's flat buffer, of `size` elements, this rank keeps under ZeRO. `dtype`: of sums.
+        `replicates_late`: replicas of a shard may finish units in different orders, and sum them when all are done."""
         self._parameters, self._parts = parameters, parts
         self._zero, self._groups = zero, groups
         self._shard, self._size, self._dtype = shard, size, dtype
+        self._replicates_late = replicates_late
         first = next(iter(parameters.values()))
         self._device = first.device
         self._summed: Tensor | None = None
@@ -79,8 +82,12 @@ class GradientReducer:
         if self._adds_in_place or self._zero >= 2:
             self._sum.zero_()
 
-    def collect(self) -> None:
-        """One use of one micro-batch has computed its weight gradients."""
+    @property
+    def is_collected(self) -> bool:
+        return self._collected == self._expected
+
+    def collect(self, reduces: bool = True) -> None:
+        """One use of one micro-batch has computed its weight gradients. `reduces`: as `Unit.collect` has it."""
         self._collected += 1
         if self.are_autograds:
             return
@@ -94,9 +101,15 @@ class GradientReducer:
         if not self._adds_in_place:
             self._take(self._sum, first=self._collected == 1)
         # ZeRO 0 and 1 keep whole sums: one collective a step, after the last micro-batch.
-        if self._collected == self._expected:
-            start = start_all_reduce if self._zero == 0 else start_reduce_scatter
-            self._reducing = start(self._sum, self._groups.data if self._zero == 0 else self._groups.shard)
+        if self.is_collected and reduces:
+            self.start()
+
+    def start(self) -> None:
+        """The collective of ZeRO 0 and 1."""
+        if self.are_autograds:
+            return
+        start = start_all_reduce if self._zero == 0 else start_reduce_scatter
+        self._reducing = start(self._sum, self._groups.data if self._zero == 0 else self._groups.shard)
 
     def _take(self, target: Tensor, first: bool) -> None:
         """Move `.grad` into the buffer: copy the first, add the rest."""
@@ -122,11 +135,13 @@ class GradientReducer:
             self.shard.copy_(reduced)
         # Hybrid sharding: shards are summed inside a shard group first, and then over its replicas, a shard's bytes
         # each.
-        if self._zero and self._collected == self._expected:
+        if self._zero and self.is_collected and not self._replicates_late:
             self._replicating = start_all_reduce(self.shard, self._groups.replicate)
 
     def finish(self) -> None:
         self.settle()
+        if self._replicates_late and self._zero:
+            self._replicating = start_all_reduce(self.shard, self._groups.replicate)
         if self._replicating is not None:
             self._replicating.wait()
             self._replicating = None

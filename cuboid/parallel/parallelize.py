@@ -54,6 +54,7 @@ from cuboid.schedule.table import Schedule
 from cuboid.spec.layout import Recompute
 from cuboid.spec.partition import held_layers
 from cuboid.spec.plugin import PythonModelSpec
+from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import (
     BALANCES,
@@ -120,7 +121,8 @@ class Engine:
 def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -> Engine:
     """`draw`: the initial weights; else they are zero until something fills them."""
     layout, model = run.layout, run.model
-    schedule = make_schedule(layout.schedule, layout.pp, run.micro_batches, layout.vpp)
+    micro_batches = run.micro_batches_of(coordinates(rank, layout).dp)
+    schedule = make_schedule(layout.schedule, layout.pp, micro_batches, layout.vpp)
     layers = held_layers(model, layout.stages, run.training.sequence)
     tied_apart = embedding_is_shared(model) and schedule.stage_rank[0] != schedule.stage_rank[-1]
     groups = make_groups(
@@ -139,6 +141,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
     # Groups before modules: every rank makes the same groups in the same order, whatever its stages hold.
     builder = _Builder(run, groups, device, schedule)
     stages = {index: builder.stage(index, layers[index]) for index in schedule.stages_of(groups.coordinates.pp)}
+    builder.reduction.keep_order(stages)
     pipeline = Pipeline(
         schedule,
         stages,
@@ -215,7 +218,7 @@ class _Builder:
         sequence_parallel = self.layout.sequence_parallel
         self.place = ShardingRank(tensor.size, tensor.index, expert.size, expert.index, sequence_parallel)
         self.deferral = Deferral()
-        self.reduction = Reduction()
+        self.reduction = Reduction(in_order=self.layout.has_unequal_counts and self.layout.zero < 2)
         self.compiled = is_compiled(run, device)
         self.units: dict[str, Unit] = {}
         # Gloo, through which ranks that share a GPU speak, takes its sums from CPU memory only (it would crash);
@@ -233,7 +236,8 @@ class _Builder:
         if schedule.splits_backward:
             self.options = {**(self.options or {}), **UNTOUCHED}
         self.balance = make_balance(run, device) if self.model.mixture is not None else None
-        self.carrier = None if self.custom is None else Carrier(self.custom, run)
+        sequences = self.layout.micro_batch_of(groups.coordinates.dp)
+        self.carrier = None if self.custom is None else Carrier(self.custom, sequences, run.training.sequence)
         clips = run.optimizer.qk_clip > 0
         self.peaks = LayerPeaks(self.model, self.dtype, device) if clips else None
         coefficient = run.training.z_loss
@@ -254,7 +258,8 @@ class _Builder:
         if self.carrier is not None:
             return self.carrier.packed_shape
         layout, sequence = self.layout, self.run.training.sequence
-        tokens = layout.micro_batch * sequence // layout.cp // (layout.tp if layout.sequence_parallel else 1)
+        tokens = layout.micro_batch_of(self.groups.coordinates.dp) * sequence // layout.cp
+        tokens //= layout.tp if layout.sequence_parallel else 1
         return tokens, self.model.hidden
 
     def stage(self, index: int, layers: range) -> Stage:
@@ -439,6 +444,7 @@ class _Builder:
                 self.device,
                 [part for part, declared in table.items() if one_scale and is_block_linear(name, declared)],
                 torch.bfloat16 if self.run.training.gradient_sums == "bf16" and not balance else None,
+                self.layout.has_unequal_counts and self.layout.zero >= 2 and not balance,
             )
         return self.units[name]
 

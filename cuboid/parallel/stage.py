@@ -5,7 +5,7 @@ arrives, an identity before it releases them when the gradient leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,17 +24,43 @@ from cuboid.telemetry.profiler_regions import NOTHING, REGIONS, close
 class Reduction:
     """Of all segments of a rank one at most has its gradients on their way whole, as long as the next one computes. The
     sum of a shard over its replicas starts when that one is done, under the segments that follow. What starts when is
-    decided by the order of the schedule's actions alone, which is the same on all replicas."""
+    decided by the order of the schedule's actions alone, which is the same on all replicas; where these have different
+    numbers of micro-batches, and so different schedules, by the order of the units, last ones first."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_order: bool = False) -> None:
+        """`in_order`: of the units, in which all replicas reduce them."""
         self._sent: list[Unit] = []
+        self._in_order = in_order
+        self._order: list[Unit] = []
+        self._reduced = 0
+
+    def keep_order(self, stages: Mapping[int, Stage]) -> None:
+        """Once all stages of the rank are there. A tied embedding is used in two, and comes with the first of them."""
+        segments = (segment for _, stage in sorted(stages.items(), reverse=True) for segment in stage.segments[::-1])
+        used = [unit for segment in segments for unit in segment.units]
+        self._order = [unit for place, unit in enumerate(used) if unit not in used[place + 1 :]]
 
     def begin(self, units: list[Unit]) -> None:
+        if not self._in_order:
+            self._send(units)
+            return
+        for unit in units:
+            unit.collect(reduces=False)
+        while self._reduced < len(self._order) and self._order[self._reduced].is_collected:
+            self._send([self._order[self._reduced]])
+            self._reduced += 1
+        if self._reduced == len(self._order):
+            self._reduced = 0
+
+    def _send(self, units: list[Unit]) -> None:
         for unit in self._sent:
             unit.settle()
         self._sent = units
         for unit in units:
-            unit.collect()
+            if self._in_order:
+                unit.start_reduction()
+            else:
+                unit.collect()
 
 
 class Segment:
@@ -201,6 +227,7 @@ class Activations:
         layout, model = run.layout, run.model
         apart = layout.cp * (layout.tp if layout.sequence_parallel else 1)
         self._of_micro_batch = self._elements = held * apart
+        self._sequences = layout.micro_batch_of(groups.coordinates.dp)
         # Tensor ranks hold tokens of their own with sequence parallelism, else all of them hold the same.
         self._counts = run.layout.sequence_parallel or groups.tensor.index == 0
         self._last = model.layers - 1
@@ -213,9 +240,9 @@ class Activations:
     def read_by_head(self) -> Tensor:
         return self.squares[self._last]
 
-    def begin_step(self, micro_batches: int) -> None:
-        """`micro_batches`: of all replicas."""
-        self._elements = self._of_micro_batch * micro_batches
+    def begin_step(self, sequences: int) -> None:
+        """`sequences`: of the global batch."""
+        self._elements = self._of_micro_batch * sequences // self._sequences
         self.squares.zero_()
 
     def add(self, layer: int, x: Tensor) -> Tensor:

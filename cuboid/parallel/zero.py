@@ -40,9 +40,10 @@ class Unit:
         device: torch.device,
         fp8: Collection[str] = (),
         sums: torch.dtype | None = None,
+        replicates_late: bool = False,
     ) -> None:
         """`fp8`: parameters whose matmuls are in fp8 with one scale for each; ZeRO 3 gathers them so. `sums`: in what
-        gradients are summed; default: in float32 or wider."""
+        gradients are summed; default: in float32 or wider. `replicates_late`: as `GradientReducer` has it."""
         self.name = name
         self.parts = parts
         self.zero = zero
@@ -76,7 +77,7 @@ class Unit:
         self.parameters = {part.name: nn.Parameter(self._view(self._flat.data, part)) for part in parts}
         shard = slice(self.begin, self.end)
         self._gradients = GradientReducer(
-            self.parameters, parts, zero, groups, shard, self._flat.numel(), sums or self.accumulate
+            self.parameters, parts, zero, groups, shard, self._flat.numel(), sums or self.accumulate, replicates_late
         )
         self._gathering: Pending | None = None
         self._update: tuple[torch.cuda.Event, list[Tensor]] | None = None
@@ -234,9 +235,18 @@ class Unit:
             if self._update is None:
                 self.wait_for_update()
 
-    def collect(self) -> None:
-        """One use of one micro-batch has computed its weight gradients."""
-        self._gradients.collect()
+    def collect(self, reduces: bool = True) -> None:
+        """One use of one micro-batch has computed its weight gradients. `reduces`: the last one starts the reduction,
+        for which else somebody calls `start_reduction`."""
+        self._gradients.collect(reduces)
+
+    @property
+    def is_collected(self) -> bool:
+        """Whether all micro-batches of the step have been."""
+        return self._gradients.is_collected
+
+    def start_reduction(self) -> None:
+        self._gradients.start()
 
     def settle(self) -> None:
         """Continue with what was sent when the segment before computed, where there is more to do than wait for it."""

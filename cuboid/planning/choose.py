@@ -265,6 +265,8 @@ def _different(scores: Scores) -> Iterator[int]:
 
 def predict(question: Question, layout: Layout) -> Plan:
     """The plan of one given layout, whether or not it fits."""
+    if layout.batch_weights:
+        return _predict_unequal(question, layout)
     if isinstance(question.model, PythonModelSpec):
         return own_plan(question, layout)
     check(layout, question.model, global_batch=question.global_batch, sequence=question.sequence)
@@ -273,8 +275,20 @@ def predict(question: Question, layout: Layout) -> Plan:
     return with_notes(found, reasons(found), warnings(found), [])
 
 
+def _predict_unequal(question: Question, layout: Layout) -> Plan:
+    """On ranks that are all alike everybody waits for the replica with the largest part of the batch."""
+    check(layout, question.model, global_batch=question.global_batch, sequence=question.sequence)
+    alike, batch = layout.as_replica(layout.busiest_replica, question.global_batch)
+    found = predict(replace(question, global_batch=batch), alike)
+    utilization = found.utilization * question.global_batch / batch
+    found = replace(found, question=question, layout=layout, utilization=utilization)
+    return with_notes(found, reasons(found), warnings(found), [])
+
+
 def pipeline_seconds(question: Question, layout: Layout) -> StageSeconds:
-    """Seconds of every stage for one micro-batch."""
+    """Seconds of every stage for one micro-batch, of the first replica."""
+    layout, batch = layout.as_replica(0, question.global_batch)
+    question = replace(question, global_batch=batch)
     own = isinstance(question.model, PythonModelSpec)
     return own_stage_seconds(question, layout) if own else stage_seconds(question, layout)
 

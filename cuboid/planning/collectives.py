@@ -81,14 +81,15 @@ class HeldUnit:
 class RankStep:
     def __init__(self, run: Run, rank: int) -> None:
         self.run, self.layout, self.model = run, run.layout, run.model
-        self.micro_batches = run.micro_batches
         self.element = ELEMENT[run.training.weights]
         self.wide = max(self.element, 4)
         """Bytes of a logit or a loss: never less than float32."""
         self.gradient = 2 if run.training.gradient_sums == "bf16" else self.wide
         """Bytes of a gradient that is summed."""
         self.rank, self.place = rank, coordinates(rank, self.layout)
-        self.tokens = self.layout.micro_batch * run.training.sequence // self.layout.cp
+        self.micro_batches = run.micro_batches_of(self.place.dp)
+        self.micro_batch = self.layout.micro_batch_of(self.place.dp)
+        self.tokens = self.micro_batch * run.training.sequence // self.layout.cp
         """Of a micro-batch on this rank, those of its tensor-parallel neighbours included."""
         self.stages = self.layout.stages_of(self.place.pp)
         self.first, self.last = 0 in self.stages, self.layout.stages - 1 in self.stages
@@ -223,7 +224,9 @@ class LayerCollectives:
                 continue
             pairs = ((other, index, forward + 1, "keys and values"), (index, other, 1, "gradients of keys and values"))
             for asking, source, calls, name in pairs:
-                tokens = layout.micro_batch * sum(map(len, seen_places(asking, source, ranks, length, self._window)))
+                tokens = self._step.micro_batch * sum(
+                    map(len, seen_places(asking, source, ranks, length, self._window))
+                )
                 what = f"{name} in a window: {element} bytes × {tokens:,} tokens × {width:,}"
                 yield self._collective("cp", "send", ranks, calls * (tokens > 0), element * tokens * width, what)
 
@@ -251,8 +254,8 @@ class LayerCollectives:
         assert mixture is not None
         ranks, calls = layout.cp * layout.tp, 1 + self._again
         if mixture.balance_coefficient and mixture.balance_over == "sequence":
-            size = self._step.wide * layout.micro_batch * mixture.experts
-            what = f"load of experts: {self._step.wide} bytes × {layout.micro_batch} sequences × {mixture.experts}"
+            size = self._step.wide * self._step.micro_batch * mixture.experts
+            what = f"load of experts: {self._step.wide} bytes × {self._step.micro_batch} sequences × {mixture.experts}"
             yield self._collective("sequence", "all-reduce", ranks, calls, size, what)
         if mixture.capacity_factor:
             tokens, width = self._step.tokens * layout.cp, 1 + mixture.top_k
@@ -345,7 +348,7 @@ def _own(step: RankStep, model: PythonModelSpec) -> Iterator[Collective]:
     for prefix, recompute in recomputed.items():
         segment = SegmentRun(
             layout.tp,
-            layout.micro_batch,
+            step.micro_batch,
             step.run.training.sequence,
             step.run.training.weights,
             recompute,
@@ -459,7 +462,7 @@ def _pipeline(step: RankStep) -> Iterator[Collective]:
     tokens = step.tokens // (layout.tp if layout.sequence_parallel else 1)
     numbers, what = tokens * step.model.hidden, f"{tokens:,} tokens × {step.model.hidden:,} hidden"
     if isinstance(step.model, PythonModelSpec):
-        shapes = step.model.built.flow_shapes(layout.micro_batch, step.run.training.sequence)
+        shapes = step.model.built.flow_shapes(step.micro_batch, step.run.training.sequence)
         numbers, what = sum(map(prod, shapes)), " + ".join(" × ".join(map(str, shape)) for shape in shapes)
     what = f"activations and gradients: {step.element} bytes × {what}"
     yield Collective("pp", "send", layout.pp, step.micro_batches * away, step.element * numbers, what)

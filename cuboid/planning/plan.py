@@ -20,7 +20,7 @@ from cuboid.planning.question import Question
 from cuboid.planning.refine import Refined
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.coding import convert, decode, encode
-from cuboid.spec.layout import Layout
+from cuboid.spec.layout import Layout, format_weights
 from cuboid.spec.optimizer import OptimizerSpec
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import OutputSpec, Run, dump_run, load_run
@@ -98,8 +98,8 @@ class Plan(Refined):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches each replica runs per step."""
-        return self.question.global_batch // (self.layout.dp * self.layout.micro_batch)
+        """Micro-batches each replica runs per step; where they differ, the one that has most."""
+        return self.layout.micro_batches_of(self.layout.busiest_replica, self.question.global_batch)
 
     @property
     def run(self) -> Run:
@@ -311,6 +311,12 @@ def reasons(plan: Plan) -> list[str]:
         found.append(
             f"dp={layout.dp} replicas of {amount(parameters)} parameters share {split[layout.zero]} "
             f"(zero={layout.zero}); their traffic costs {_percent(plan, 'data')} of the step"
+        )
+    if layout.batch_weights:
+        what = "sequences in each micro-batch" if layout.has_unequal_sizes else "micro-batches"
+        found.append(
+            f"batch_weights={format_weights(layout.batch_weights)} gives replicas so many {what} beside one another; "
+            "the one that has most decides the time here, where ranks are taken to be equally fast"
         )
     fullest = plan.totals.index(plan.peak)
     found.append(

@@ -89,6 +89,8 @@ class Question:
                 f"seq={self.sequence} is longer than max_positions={model.max_positions} of {model.name}; "
                 f"use seq={model.max_positions} or less"
             )
+        if self.fixed.get("batch_weights"):
+            raise UserError("batch_weights is not searched for equal accelerators; use cuboid explain to predict it")
         # What depends on fields that are still open is left to the search.
         open_fields = {"dp", "ep", "shard"} | (set() if "schedule" in self.fixed else {"vpp"})
         open_fields |= set() if "cp" in self.fixed else {"cp_method", "cp_inner"}
@@ -192,7 +194,7 @@ class Question:
 def untrainable(model: ModelSpec, layout: Layout) -> str:
     """Why Cuboid's engine cannot train a layout of a model yet, or nothing."""
     try:
-        sizes = TrainingSpec(global_batch=layout.dp * layout.micro_batch, sequence=2 * layout.cp * layout.tp)
+        sizes = TrainingSpec(global_batch=layout.batch_unit, sequence=2 * layout.cp * layout.tp)
         check_supported(Run(model=model, layout=layout, training=sizes))
     except UserError as reason:
         return str(reason)

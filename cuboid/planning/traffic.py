@@ -85,16 +85,17 @@ def moved(plan: Plan) -> list[Moved]:
 
 
 def _different_ranks(run: Run) -> list[int]:
-    """The first rank of every place in the pipeline, of places that hold alike the first."""
+    """A rank of every place in the pipeline, of places that hold alike of the first; all are of the busiest replica."""
     layout, model = run.layout, run.model
     layers = partition(model, layout.stages, run.training.sequence)
     own = isinstance(model, PythonModelSpec)  # whose layers may all differ
     found: dict[tuple[object, ...], int] = {}
+    replica = layout.busiest_replica * layout.cp * layout.tp
     for place in range(layout.pp):
         stages = layout.stages_of(place)
         kinds = tuple(tuple(layer if own else model.has_experts(layer) for layer in layers[stage]) for stage in stages)
         ends = (place == 0, place == layout.pp - 1, 0 in stages, layout.stages - 1 in stages)
-        found.setdefault((ends, kinds), place * layout.world_size // layout.pp)
+        found.setdefault((ends, kinds), place * layout.world_size // layout.pp + replica)
     return list(found.values())
 
 

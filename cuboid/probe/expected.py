@@ -48,12 +48,13 @@ def expected(run: Run, rank: int, cluster: ClusterSpec, routing: float | None = 
         engine |= at_host_speed(engine_named("cuboid"), routing)
     engine |= {"host_collective": 0.0, "host_crossing": 0.0, "host_jitter": 0.0}  # nothing is launched for collectives
     cluster = replace(cluster, measured={**cluster.measured, "engine": engine})
-    training, layout = run.training, run.layout
+    training = run.training
+    layout, batch = run.layout.as_replica(coordinates(rank, run.layout).dp, training.global_batch)
     precision = "float32" if training.precision == "float64" else training.precision
     question = Question(
         model=run.model,
         cluster=cluster,
-        global_batch=training.global_batch,
+        global_batch=batch,
         sequence=training.sequence,
         precision=precision,
         optimizer=run.planned_optimizer(),
@@ -64,6 +65,7 @@ def expected(run: Run, rank: int, cluster: ClusterSpec, routing: float | None = 
     )
     plan = predict(question, layout)
     stage = coordinates(rank, layout).pp
+    run = replace(run, layout=layout, training=replace(training, global_batch=batch))
     row = plan.memory[stage]
     memory = {kind: sum(row[line] for line in lines) for kind, lines in KINDS.items()}
     return Expected(memory, _seconds(question, run, rank, stage), precision)

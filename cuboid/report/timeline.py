@@ -25,7 +25,7 @@ KINDS = list(Kind)
 
 
 def timeline(source: Source) -> dict[str, Any]:
-    layout, every = source.run.layout, source.run.micro_batches
+    layout, every = source.run.layout, source.run.micro_batches_of(0)
     schedule = make_schedule(layout.schedule, layout.pp, every, layout.vpp)
     tracks: list[dict[str, Any]] = []
     notes: list[str] = []
@@ -175,7 +175,8 @@ def merged_trace(source: Source, steps: int = STEPS) -> dict[str, Any]:
         events.append(_named("thread_name", hosts[host], rank, name))
     if found:
         first = found[0].pipeline(layout.world_size // layout.pp)
-        simulated = simulate(schedule, *stage_costs(schedule, first))
+        own = make_schedule(layout.schedule, layout.pp, run.micro_batches_of(0), layout.vpp)
+        simulated = simulate(own, *stage_costs(own, first))
         events += _simulated_events(simulated, SIMULATED, f"simulated from the times of step {first.step}")
     if source.plan is not None:
         seconds = pipeline_seconds(source.plan.question, layout)

@@ -135,7 +135,7 @@ class Watched:
         run = self.source.run
         layout = run.layout
         steps = kept_steps(self.source)
-        schedule = make_schedule(layout.schedule, layout.pp, run.micro_batches, layout.vpp)
+        schedule = make_schedule(layout.schedule, layout.pp, run.micro_batches_of(0), layout.vpp)
         ranks = list(range(0, layout.world_size, layout.world_size // layout.pp))
         for step in steps[-1:-4:-1]:  # the newest may not be written by all of them yet
             if found := measure(self.source, schedule, ranks, step):
@@ -285,7 +285,7 @@ def _pipeline(watched: Watched) -> tuple[dict[int, Lane], str]:
     if plan is None or run.layout.pp == 1:
         return {}, ""
     seconds = pipeline_seconds(plan.question, run.layout)
-    schedule = make_schedule(run.layout.schedule, run.layout.pp, run.micro_batches, run.layout.vpp)
+    schedule = make_schedule(run.layout.schedule, run.layout.pp, run.micro_batches_of(0), run.layout.vpp)
     timeline = simulate(schedule, seconds.costs, seconds.message)
     stride = run.layout.world_size // run.layout.pp
     predicted: dict[int, Lane] = {stride * rank: [] for rank in range(run.layout.pp)}

@@ -3,7 +3,7 @@
 from math import gcd
 
 from cuboid.errors import UserError, either, nearest_numbers, use
-from cuboid.spec.layout import Layout, require_positive
+from cuboid.spec.layout import Layout, format_weights, require_positive
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.partition import longest_stage
 from cuboid.spec.plugin import PythonModelSpec
@@ -107,13 +107,18 @@ def _check_stages(layout: Layout, model: ModelSpec) -> None:
 
 
 def _check_batch(layout: Layout, global_batch: int, name: str) -> None:
-    unit = layout.dp * layout.micro_batch
+    unit = layout.batch_unit
     if global_batch % unit:
         near = nearest_numbers(global_batch, lambda number: number % unit == 0, unit, global_batch + unit)
-        raise UserError(
-            f"{name}={global_batch} does not divide by dp={layout.dp} × micro_batch={layout.micro_batch}; "
-            f"{use(name, near)}"
-        )
+        raise UserError(f"{name}={global_batch} does not divide by {batch_divisor(layout)}; {use(name, near)}")
+
+
+def batch_divisor(layout: Layout) -> str:
+    """What a global batch must divide by, in words."""
+    parts = f"dp={layout.dp}"
+    if layout.batch_weights:
+        parts = f"the {layout.batch_parts} parts of batch_weights={format_weights(layout.batch_weights)}"
+    return f"{parts} × micro_batch={layout.micro_batch}"
 
 
 def _check_sequence(layout: Layout, model: ModelSpec, sequence: int, name: str) -> None:

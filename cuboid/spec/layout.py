@@ -5,7 +5,10 @@
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from functools import cached_property
+from itertools import groupby
+from math import gcd, lcm
+from typing import Any, Literal, get_origin
 
 from cuboid.errors import UserError, nearest_names, nearest_numbers, use
 from cuboid.spec.coding import convert, field_types, parse_text, require_known
@@ -76,6 +79,10 @@ class Layout:
     under full, none under selective."""
     sequence_parallel: bool = DERIVED
     """Split what lies between the tensor-parallel matrices along the sequence; default: on when tp > 1."""
+    batch_weights: tuple[int, ...] = ()
+    """In which proportion data-parallel replicas divide a global batch, e.g. 3:1; default: equally. Replicas that meet
+    only at the end of a step run so many more micro-batches. Those that wait for one another in each micro-batch
+    (zero=2 and 3, experts over replicas) run equally many, of so many more sequences than `micro_batch` says."""
     offload: bool = False
     """Keep the optimizer's state in CPU memory and bring it to the accelerator for the update. Changes no
     result; on CPUs, whose memory is the host's, nothing at all."""
@@ -99,6 +106,7 @@ class Layout:
         # Splitting over one rank changes nothing, so one spelling is kept for it.
         object.__setattr__(self, "sequence_parallel", asked and self.tp > 1)
         convert(self.offload, bool, "offload")
+        self._resolve_weights()
         borrowed = self.dp * self.cp * self.tp
         if borrowed % self.ep:
             near = nearest_numbers(self.ep, lambda number: borrowed % number == 0, 1, borrowed)
@@ -168,6 +176,78 @@ class Layout:
                 "use recompute=selective or recompute=full"
             )
 
+    def _resolve_weights(self) -> None:
+        """Equal weights have one spelling, none, and others the smallest numbers."""
+        if self.batch_weights == ():
+            return
+        weights = convert(self.batch_weights, field_types(Layout)["batch_weights"], "batch_weights")
+        told = f"batch_weights={format_weights(weights)}"
+        if not weights or min(weights) < 1 or max(weights) > MOST_PER_RANK:
+            raise UserError(f"{told} has a weight that is not between 1 and {MOST_PER_RANK}; use 3:1 or the like")
+        if len(weights) != self.dp:
+            raise UserError(f"{told} has {len(weights)} weights for dp={self.dp}; use one for each replica")
+        common = gcd(*weights)
+        weights = tuple(weight // common for weight in weights)
+        object.__setattr__(self, "batch_weights", weights if max(weights) > 1 else ())
+
+    # How replicas divide a global batch.
+
+    @property
+    def batch_parts(self) -> int:
+        """Into how many equal parts a global batch is divided; each replica takes one, or as many as its weight."""
+        return sum(self.batch_weights) or self.dp
+
+    @property
+    def batch_unit(self) -> int:
+        """What a global batch must divide by, in sequences."""
+        return self.batch_parts * self.micro_batch
+
+    def weight_of(self, replica: int) -> int:
+        return self.batch_weights[replica] if self.batch_weights else 1
+
+    @property
+    def busiest_replica(self) -> int:
+        """The first of those that take most of a batch."""
+        return self.batch_weights.index(max(self.batch_weights)) if self.batch_weights else 0
+
+    @cached_property
+    def has_unequal_sizes(self) -> bool:
+        """Whether replicas differ in how large their micro-batches are, rather than in how many they have: because some
+        of unequal weight wait for one another in each micro-batch."""
+        if not self.batch_weights:
+            return False
+        replica = self.cp * self.tp
+        together = lcm(self.shard_size * replica if self.zero >= 2 else 1, self.ep)
+        return any(
+            len(set(self.batch_weights[first // replica : -(-(first + together) // replica)])) > 1
+            for first in range(0, self.dp * replica, together)
+        )
+
+    @property
+    def has_unequal_counts(self) -> bool:
+        """Whether replicas have different numbers of micro-batches."""
+        return bool(self.batch_weights) and not self.has_unequal_sizes
+
+    def micro_batch_of(self, replica: int) -> int:
+        """Sequences of its micro-batches."""
+        return self.micro_batch * (self.weight_of(replica) if self.has_unequal_sizes else 1)
+
+    def micro_batches_of(self, replica: int, global_batch: int) -> int:
+        """How many it has in a step."""
+        return global_batch // self.batch_unit * (1 if self.has_unequal_sizes else self.weight_of(replica))
+
+    def as_replica(self, replica: int, global_batch: int) -> tuple["Layout", int]:
+        """The layout, and its global batch, in which all replicas do what this one does: what it computes, sends and
+        holds is what this replica does here."""
+        size, count = self.micro_batch_of(replica), self.micro_batches_of(replica, global_batch)
+        return self.changed(batch_weights=(), micro_batch=size), self.dp * size * count
+
+    def sequences_of(self, replica: int, global_batch: int) -> range:
+        """Which sequences of a global batch it takes, in their order."""
+        each = global_batch // self.batch_parts
+        before = sum(self.batch_weights[:replica]) if self.batch_weights else replica
+        return range(before * each, (before + self.weight_of(replica)) * each)
+
     def recompute_at(self, place: int) -> Recompute:
         """What the layer at some place of its stage computes again. The first ones most: they keep what they keep
         for longest."""
@@ -221,7 +301,37 @@ class Layout:
             default = PLAIN[field.name] if field.name in PLAIN else getattr(plain, field.name)
             if field.name not in shown and getattr(self, field.name) != default:
                 shown.append(field.name)
-        return ",".join(f"{name}={str(getattr(self, name)).lower()}" for name in shown)
+        return ",".join(f"{name}={_written(getattr(self, name))}" for name in shown)
+
+
+def _written(value: object) -> str:
+    return format_weights(value) if isinstance(value, tuple) else str(value).lower()
+
+
+def format_weights(weights: tuple[int, ...]) -> str:
+    """Three or more equal ones in a row as `weight x times`.
+
+    >>> format_weights((3, 3, 3, 3, 2, 1))
+    '3x4:2:1'
+    """
+    runs = [(weight, len(list(same))) for weight, same in groupby(weights)]
+    return ":".join(f"{weight}x{times}" if times > 2 else ":".join([str(weight)] * times) for weight, times in runs)
+
+
+def parse_weights(text: str, where: str) -> tuple[int, ...]:
+    """
+    >>> parse_weights("3x4:2:1", "batch_weights")
+    (3, 3, 3, 3, 2, 1)
+    """
+    weights: list[int] = []
+    for part in text.split(":"):
+        weight, _, times = part.strip().partition("x")
+        if not (weight.isdecimal() and (times or "1").isdecimal()) or len(weight + times) > 15:
+            raise UserError(f"{where}={text} is no list of weights; write it like {where}=3:1 or {where}=3x4:1x2")
+        if len(weights) + int(times or 1) > MOST_RANKS:
+            raise UserError(f"{where}={text} has more weights than there are ranks; use one for each replica")
+        weights += [int(weight)] * int(times or 1)
+    return tuple(weights)
 
 
 def require_positive(name: str, value: object) -> None:
@@ -241,5 +351,6 @@ def parse_layout_fields(text: str) -> dict[str, Any]:
         require_known(key, types, "")
         if key in values:
             raise UserError(f"layout names {key} twice; keep one of {key}={values[key]} and {key}={value}")
-        values[key] = parse_text(value, types[key], key)
+        is_list = get_origin(types[key]) is tuple
+        values[key] = parse_weights(value, key) if is_list else parse_text(value, types[key], key)
     return values

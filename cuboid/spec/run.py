@@ -26,7 +26,7 @@ from cuboid.spec.coding import (
     require_known,
     unwrap_optional,
 )
-from cuboid.spec.fitting import check, check_fp8
+from cuboid.spec.fitting import batch_divisor, check, check_fp8
 from cuboid.spec.generation import SamplesSpec
 from cuboid.spec.islands import IslandsSpec
 from cuboid.spec.layout import Layout, parse_layout_fields
@@ -231,12 +231,12 @@ class Run:
         check_types(self)
         batch, sequence = self.training.global_batch, self.training.sequence
         check(self.layout, self.model, global_batch=batch, sequence=sequence, section="training.")
-        unit = self.layout.dp * self.layout.micro_batch
+        unit = self.layout.batch_unit
         for sequences, _ in self.training.batch_sizes.stages:
             if sequences % unit:
                 raise UserError(
                     f"training.batch_ramp={self.training.batch_ramp} has a batch of {sequences}, which does not divide "
-                    f"by dp={self.layout.dp} × micro_batch={self.layout.micro_batch}; use multiples of {unit}"
+                    f"by {batch_divisor(self.layout)}; use multiples of {unit}"
                 )
         if isinstance(self.model, PythonModelSpec):
             self._check_own_model()
@@ -346,10 +346,14 @@ class Run:
         training = replace(self.training, global_batch=self.training.batch_sizes.at(batch), batch_ramp="")
         return replace(self, training=training)
 
+    def micro_batches_of(self, replica: int) -> int:
+        """Micro-batches it accumulates per optimizer step, once batches have grown to `global_batch`."""
+        return self.layout.micro_batches_of(replica, self.training.global_batch)
+
     @property
     def micro_batches(self) -> int:
-        """Micro-batches each replica accumulates per optimizer step, once batches have grown to `global_batch`."""
-        return self.training.global_batch // (self.layout.dp * self.layout.micro_batch)
+        """Of each replica; where they differ, of the one that has most."""
+        return self.micro_batches_of(self.layout.busiest_replica)
 
     @property
     def counts(self) -> str:

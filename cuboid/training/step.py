@@ -159,8 +159,8 @@ def run_passes(engine: Engine, batches: list[RankBatch], factor: Tensor) -> Pass
     tokens = counts.flatten()[0]
     for unit in engine.units:
         unit.begin_step(len(batches))
-    replicas = engine.run.layout.dp
-    engine.activations.begin_step(len(batches) * replicas)
+    sequences = _sequences(engine, len(batches))
+    engine.activations.begin_step(sequences)
     if engine.z_loss is not None:
         engine.z_loss.begin_step()
     if engine.predictions is not None:
@@ -168,7 +168,7 @@ def run_passes(engine: Engine, batches: list[RankBatch], factor: Tensor) -> Pass
     if engine.peaks is not None:
         engine.peaks.begin_step()
     if engine.balance is not None:
-        engine.balance.begin_step(len(batches) * replicas * engine.run.layout.micro_batch)
+        engine.balance.begin_step(sequences)
         engine.balance.factor = None if engine.loss_scale is None else factor
     # In float64, then in the dtype gradients are summed in. It stays on the device, as a CUDA graph needs it.
     scale = factor / tokens.clamp(min=1).double()
@@ -181,6 +181,13 @@ def run_passes(engine: Engine, batches: list[RankBatch], factor: Tensor) -> Pass
     # Tensor ranks of the last stage all have the loss: one of them counts, so that the sum over the world is right.
     own_loss = summed_loss if engine.holds_loss else torch.zeros_like(summed_loss)
     return Passes(tokens, own_loss, squared_norm(engine))
+
+
+def _sequences(engine: Engine, micro_batches: int) -> int:
+    """Of the global batch of which this rank has so many micro-batches."""
+    layout = engine.run.layout
+    own = 1 if layout.has_unequal_sizes else layout.weight_of(engine.groups.coordinates.dp)
+    return micro_batches // own * layout.batch_unit
 
 
 def compute_gradients(
@@ -211,8 +218,7 @@ def compute_gradients(
     predicted = None
     if engine.predictions is not None:
         predicted = torch.stack(others).double() / engine.predictions.counts.clamp(min=1)
-    sequences = len(batches) * engine.run.layout.dp * engine.run.layout.micro_batch
-    numbers = (loss, norm, own.tokens, sequences, ranks_asked, own_square, activation.sqrt())
+    numbers = (loss, norm, own.tokens, _sequences(engine, len(batches)), ranks_asked, own_square, activation.sqrt())
     return PendingStep(*numbers, statistics, scaling, z_loss, predicted)
 
 

@@ -72,15 +72,21 @@ class Evidence:
 
     @cached_property
     def micro_batches(self) -> int:
-        layout = self.run.layout
-        return self.run.training.batch_sizes.at(self.step) // (layout.dp * layout.micro_batch)
+        """Of the replica that has most."""
+        return self.micro_batches_of(self.run.layout.busiest_replica)
+
+    def micro_batches_of(self, replica: int) -> int:
+        return self.run.layout.micro_batches_of(replica, self.run.training.batch_sizes.at(self.step))
 
     def sample_places(self, replica: int, micro_batch: int) -> range:
         """The positions of a micro-batch's samples in the order of all data."""
         training, layout = self.run.training, self.run.layout
-        first = training.batch_sizes.sum_before(self.step)
-        first += replica * (training.batch_sizes.at(self.step) // layout.dp) + micro_batch * layout.micro_batch
-        return range(first, first + layout.micro_batch)
+        if micro_batch >= self.micro_batches_of(replica):
+            return range(0)
+        width = layout.micro_batch_of(replica)
+        first = training.batch_sizes.sum_before(self.step) + micro_batch * width
+        first += layout.sequences_of(replica, training.batch_sizes.at(self.step)).start
+        return range(first, first + width)
 
     @cached_property
     def names(self) -> list[str]:

@@ -48,7 +48,7 @@ def verification_run(
             "steps": steps,
             "seed": seed,
             "precision": dtype,
-            "global_batch": math.lcm(*(shape.dp * shape.micro_batch for shape in shapes)) * MICRO_BATCHES,
+            "global_batch": math.lcm(*(shape.batch_unit for shape in shapes)) * MICRO_BATCHES,
             "sequence": math.lcm(16, *(2 * shape.cp * shape.tp for shape in shapes)),
             "device": "cpu",
             "loss_scale": 1024.0,  # few tokens: no step may overflow

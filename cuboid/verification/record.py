@@ -276,10 +276,10 @@ class RankRecorder:
         plain = unit.collect
         self.record.parts |= {part.name: part for part in unit.parts}
 
-        def collect() -> None:
+        def collect(reduces: bool = True) -> None:
             self._note(unit)
             self._left[unit.name] -= 1
-            plain()
+            plain(reduces)
             for name, parameter in unit.parameters.items():
                 self._before.pop((unit.name, name), None)
                 if parameter.grad is not None and self._left[unit.name]:

@@ -34,7 +34,7 @@ def small_run(layout: str, *overrides: str, model: str = "tiny-llama", micro_bat
     """Two steps of short sequences and a layer more than there are stages; enough micro-batches to accumulate."""
     run = verification_run(layout, model, (), steps=2)
     layers = f"model.layers={min(max(3, run.layout.stages + 1), run.model.layers)}"
-    replica = run.layout.dp * run.layout.micro_batch
+    replica = run.layout.batch_unit
     batch = f"training.global_batch={replica * micro_batches}"
     sequence = f"training.sequence={math.lcm(8, run.layout.tp * (2 * run.layout.cp if run.layout.cp > 1 else 1))}"
     return verification_run(layout, model, (batch, sequence, layers, *overrides), steps=2)

@@ -236,6 +236,10 @@ def test_nanotron(plan: Callable[..., Plan]) -> None:
             (target, "dp=16,recompute=full,recompute_layers=8", "llama3-8b", "recompute_layers=8")
             for target in ("megatron", "deepspeed", "torchtitan", "nanotron")
         ),
+        *(
+            (target, "dp=2,pp=8,batch_weights=3:1", "llama3-8b", "batch_weights=3:1")
+            for target in ("megatron", "deepspeed", "torchtitan", "nanotron")
+        ),
     ],
 )
 def test_what_a_target_cannot_say_is_named(

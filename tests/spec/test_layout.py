@@ -84,6 +84,44 @@ def test_stages_sit_where_the_schedules_put_them(layout: Layout) -> None:
     ]
 
 
+def test_weights_are_one_proportion() -> None:
+    assert str(Layout.parse("dp=2,batch_weights=6:2")) == "dp=2,tp=1,pp=1,batch_weights=3:1"
+    assert str(Layout.parse("dp=6,batch_weights=2x4:1:1")) == "dp=6,tp=1,pp=1,batch_weights=2x4:1:1"
+    assert Layout.parse("dp=2,batch_weights=5:5") == Layout(dp=2)
+    assert Layout(dp=2, batch_weights=[3, 1]).batch_weights == (3, 1)  # type: ignore[arg-type]
+
+
+def test_replicas_divide_a_batch_by_weight() -> None:
+    layout = Layout.parse("dp=3,micro_batch=2,batch_weights=3:1:2")
+    assert [layout.sequences_of(replica, 24) for replica in range(3)] == [range(12), range(12, 16), range(16, 24)]
+    assert [layout.micro_batches_of(replica, 24) for replica in range(3)] == [6, 2, 4]
+    assert layout.as_replica(2, 24) == (Layout(dp=3, micro_batch=2), 24)
+    assert Layout(dp=3, micro_batch=2).sequences_of(2, 24) == range(16, 24)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("dp=2", False),
+        ("dp=2,zero=1", False),
+        ("dp=2,zero=2", True),
+        ("dp=2,ep=2", True),
+        ("dp=2,tp=2,ep=2", False),  # experts of one replica
+    ],
+)
+def test_replicas_that_wait_for_one_another_have_equally_many_micro_batches(text: str, sizes: bool) -> None:
+    layout = Layout.parse(f"{text},batch_weights=3:1")
+    assert (layout.has_unequal_sizes, layout.has_unequal_counts) == (sizes, not sizes)
+    assert [layout.micro_batch_of(replica) for replica in (0, 1)] == ([3, 1] if sizes else [1, 1])
+    assert [layout.micro_batches_of(replica, 8) for replica in (0, 1)] == ([2, 2] if sizes else [6, 2])
+
+
+def test_only_those_of_unequal_weight_matter() -> None:
+    assert Layout.parse("dp=4,zero=3,shard=2,batch_weights=2:2:1:1").has_unequal_counts
+    assert Layout.parse("dp=4,zero=3,shard=2,batch_weights=2:1:2:1").has_unequal_sizes
+    assert Layout.parse("dp=4,ep=2,batch_weights=2:2:1:1").has_unequal_counts
+
+
 def test_changed_resolves_defaults_anew() -> None:
     layout = Layout(pp=2).changed(schedule="zbv", tp=2)
     assert (layout.vpp, layout.sequence_parallel) == (2, True)
@@ -96,7 +134,7 @@ def test_changed_resolves_defaults_anew() -> None:
         ("tp=-2", "tp=-2 is not positive; use tp=1 or more"),
         ("tp=two", "tp=two has the wrong type; it must be an integer"),
         ("dp=2,tq=2", "unknown key tq; did you mean tp?"),
-        ("dp=2,micro_batches=2", "unknown key micro_batches; did you mean micro_batch?"),
+        ("dp=2,micro_batches=2", "unknown key micro_batches; did you mean micro_batch or batch_weights?"),
         ("dp", "layout part 'dp' is not key=value; write it like dp=2,tp=2,pp=2"),
         ("dp=2,dp=4", "layout names dp twice; keep one of dp=2 and dp=4"),
         ("schedule=1f2b", "unknown schedule=1f2b; use schedule=1f1b"),
@@ -113,6 +151,15 @@ def test_changed_resolves_defaults_anew() -> None:
             "vpp=1 leaves schedule=interleaved nothing to interleave; use vpp=2 or schedule=1f1b",
         ),
         ("schedule=zbv,vpp=1", "vpp=1 does not fit schedule=zbv, which has two stages per rank; use vpp=2"),
+        ("dp=2,batch_weights=3", "batch_weights=3 has 1 weights for dp=2; use one for each replica"),
+        (
+            "dp=2,batch_weights=0:1",
+            "batch_weights=0:1 has a weight that is not between 1 and 1048576; use 3:1 or the like",
+        ),
+        (
+            "dp=2,batch_weights=a:1",
+            "batch_weights=a:1 is no list of weights; write it like batch_weights=3:1 or batch_weights=3x4:1x2",
+        ),
         ("zero=4", "zero=4 is out of range; use zero=3"),
         ("zero=-1", "zero=-1 is out of range; use zero=0"),
         ("dp=4,zero=1,shard=3", "shard=3 does not divide dp=4; use shard=2 or shard=4"),

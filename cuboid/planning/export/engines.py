@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from cuboid.errors import UserError, either, nearest_names
 from cuboid.planning.plan import Plan
 from cuboid.planning.question import Question
-from cuboid.spec.layout import CONTEXT_METHODS, RECOMPUTE, SCHEDULES
+from cuboid.spec.layout import CONTEXT_METHODS, RECOMPUTE, SCHEDULES, Layout, format_weights
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
@@ -58,6 +58,11 @@ class Lost:
         if not works:
             shown = str(value).lower() if isinstance(value, bool) else value
             self.found.append(f"{key}={shown} ({instead})")
+
+    def unless_equal(self, layout: Layout) -> None:
+        """No other engine gives replicas unequal parts of a batch."""
+        weights = format_weights(layout.batch_weights)
+        self.unless(not weights, "batch_weights", weights, "its replicas take equal parts of a batch; leave it out")
 
     def refuse(self) -> None:
         """Raises when anything was lost."""

@@ -64,6 +64,7 @@ def check_model(model: ModelSpec, lost: Lost) -> None:
 def _check(plan: Plan) -> None:
     layout = plan.layout
     lost = Lost(TARGET)
+    lost.unless_equal(layout)
     known = layout.schedule in ("1f1b", "interleaved")
     lost.unless(known, "schedule", layout.schedule, "use schedule=1f1b or schedule=interleaved")
     lost.unless(layout.zero < 2 or layout.pp == 1, "zero", layout.zero, "with pp > 1 use zero=0 or zero=1")

@@ -298,6 +298,7 @@ def check_model(model: ModelSpec, lost: Lost) -> None:
 def _check(plan: Plan) -> None:
     layout, model = plan.layout, plan.question.model
     lost = Lost(TARGET)
+    lost.unless_equal(layout)
     check_model(model, lost)
     flavor = flavor_of(model)
     name = flavor.family if flavor else ""
