@@ -52,6 +52,12 @@ def test_a_model_of_ones_own_in_float32(tmp_path: Path, capsys: pytest.CaptureFi
     assert found["gradient_error"] > 1e-9  # type: ignore[operator]
 
 
+def test_a_model_and_a_precision_that_are_set_are_proved_as_those_of_options() -> None:
+    run = verification_run("pp=2", overrides=("model=tiny-mixtral", "training.precision=fp8"))
+    assert run == verification_run("pp=2", "tiny-mixtral", dtype="fp8")
+    assert run.training.steps == 1 and run.model.mixture is not None and run.model.mixture.balance_coefficient == 1.0
+
+
 @pytest.mark.parametrize("precision", ["fp16", "fp8"])
 def test_fewer_bits_to_a_multiple_of_their_own_rounding(precision: str, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--steps", "2", "--set", "model.layers=2", "--set", "training.global_batch=2", "--json"]
