@@ -27,7 +27,7 @@ class GradientReducer:
         `replicates_late`: replicas of a shard may finish units in different orders, and sum them when all are done."""
         self._parameters, self._parts = parameters, parts
         self._zero, self._groups = zero, groups
-        self._shard, self._size, self._dtype = shard, size, dtype
+        self._shard, self._size, self.dtype = shard, size, dtype
         self._replicates_late = replicates_late
         first = next(iter(parameters.values()))
         self._device = first.device
@@ -49,7 +49,7 @@ class GradientReducer:
         return self._is_alone and self._is_rounded and self._expected == 1
 
     @property
-    def _adds_in_place(self) -> bool:
+    def adds_in_place(self) -> bool:
         """Whether autograd adds to the sum itself."""
         return self._may_add_in_place and not self.are_autograds
 
@@ -58,7 +58,7 @@ class GradientReducer:
         """Made when first needed: a unit that takes autograd's result as it is never does."""
         if self._summed is None:
             size = self._size if self._zero < 2 else self._shard.stop - self._shard.start
-            self._summed = torch.zeros(size, dtype=self._dtype, device=self._device)
+            self._summed = torch.zeros(size, dtype=self.dtype, device=self._device)
         return self._summed
 
     @property
@@ -75,11 +75,11 @@ class GradientReducer:
         """So many times `collect` will be called. Before that, `clear` must be, unless gradients are autograd's own."""
         self._collected, self._expected = 0, collections
         for part in self._parts:
-            self._parameters[part.name].grad = self._view(self._sum, part) if self._adds_in_place else None
+            self._parameters[part.name].grad = self._view(self._sum, part) if self.adds_in_place else None
 
     def clear(self) -> None:
         """Begin a sum, where the first that is collected does not overwrite what was there."""
-        if self._adds_in_place or self._zero >= 2:
+        if self.adds_in_place or self._zero >= 2:
             self._sum.zero_()
 
     @property
@@ -94,11 +94,11 @@ class GradientReducer:
         if self._zero >= 2:
             self.settle()
             # A whole gradient lives for one reduce-scatter: ZeRO 2 and 3 keep the shard only, once a micro-batch.
-            flat = torch.zeros(self._size, dtype=self._dtype, device=self._device)
+            flat = torch.zeros(self._size, dtype=self.dtype, device=self._device)
             self._take(flat, first=True)
             self._reducing = start_reduce_scatter(flat, self._groups.shard)
             return
-        if not self._adds_in_place:
+        if not self.adds_in_place:
             self._take(self._sum, first=self._collected == 1)
         # ZeRO 0 and 1 keep whole sums: one collective a step, after the last micro-batch.
         if self.is_collected and reduces:
@@ -153,7 +153,7 @@ class GradientReducer:
         gradient = self._parameters[part.name].grad
         if gradient is not None:
             return gradient.flatten()
-        return torch.zeros(here.stop - here.start, dtype=self._dtype, device=self._device)
+        return torch.zeros(here.stop - here.start, dtype=self.dtype, device=self._device)
 
     @staticmethod
     def _view(flat: Tensor, part: Part) -> Tensor:

@@ -257,6 +257,16 @@ class Unit:
         self._gradients.finish()
 
     @property
+    def adds_in_place(self) -> bool:
+        """Whether a parameter's gradient is the sum over the micro-batches so far, and not that of one."""
+        return self._gradients.adds_in_place
+
+    @property
+    def sums_in(self) -> torch.dtype:
+        """The precision of sums of gradients."""
+        return self._gradients.dtype
+
+    @property
     def shard_gradient(self) -> Tensor:
         return self._gradients.shard
 

@@ -207,6 +207,39 @@ class ResilienceSpec:
         return self.bad_steps in ("retry", "rollback")
 
 
+CHECKS = ("sums", "copies")
+"""Names in `checks.only`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChecksSpec:
+    """Steps of a training that are looked at as `cuboid verify` looks at a layout."""
+
+    every: int = 0
+    """Steps between checked ones; 0 checks none. 500 is a good number."""
+    first: int = 2
+    """So many steps after each start are checked too: what comes from a checkpoint, or with another layout, is new
+    then."""
+    only: str = ""
+    """Checks that are made, commas between them: sums or copies; default: all."""
+    wrong: Literal["warn", "stop"] = "warn"
+    """What is done when something is wrong: say so once and train on, or stop the run."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "checks")
+        require_in_range(self, "checks", ("every", "first"), low=0)
+        for name in self.names:
+            if name not in CHECKS:
+                raise UserError(f"checks.only={name} is unknown; use {either(nearest_names(name, CHECKS))}")
+        if self.only and not self.every:
+            raise UserError(f"checks.only={self.only} checks no step with checks.every=0; use every=500")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of `only`, or all."""
+        return tuple(dict.fromkeys(name.strip() for name in self.only.split(",") if name.strip())) or CHECKS
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A model, a layout and a training that fit together: construction checks each against the others."""
@@ -222,6 +255,7 @@ class Run:
     islands: IslandsSpec = field(default_factory=IslandsSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     resilience: ResilienceSpec = field(default_factory=ResilienceSpec)
+    checks: ChecksSpec = field(default_factory=ChecksSpec)
     output: OutputSpec = field(default_factory=OutputSpec)
     profile: ProfileSpec = field(default_factory=ProfileSpec)
     plan: dict[str, object] = field(default_factory=dict, hash=False)
@@ -317,6 +351,7 @@ class Run:
             "data.attention_within_documents=false": self.data.attention_within_documents,
             "output.count_communication=false": self.output.count_communication,
             "output.keep_timing=false": self.output.keep_timing,
+            "checks.every=0": self.checks.every > 0,
             "a run that is not profiled": self.profile.steps > 0,
             "batches of one size, not training.batch_ramp": bool(self.training.batch_ramp),
             "sequences of one length, not training.sequence_ramp": bool(self.training.sequence_ramp),

@@ -197,6 +197,11 @@ class Metrics(Callback):
             self._timing.close()
             self._timing = Rows(folder / f"timing-{self._rank:05d}.jsonl", done)
 
+    def warn(self, warning: dict[str, Any]) -> None:
+        """More for the row of the last step, which is written already."""
+        if self._rows is not None:
+            self._rows.add_to_last("warnings", [warning])
+
     def _add_saves(self) -> None:
         """Those that ended after the last row, which stands in the file already: a published checkpoint has its row."""
         saves, self._saves = self._saves, []

@@ -28,6 +28,7 @@ from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.training.bad_steps import BadSteps
 from cuboid.training.callbacks import Callback, load_callbacks
 from cuboid.training.checkpointer import Checkpointer
+from cuboid.training.checks.callback import Checks
 from cuboid.training.communication_log import CommunicationLog
 from cuboid.training.cuda_graphs import make_passes
 from cuboid.training.device_progress import device_progress
@@ -136,6 +137,7 @@ class Trainer:
             memory,
             profile,
             BadSteps(self.engine, self.source, self.done),
+            *([Checks(self.engine, self.done)] if run.checks.every else []),
             *([] if self.rounds is None else [self.rounds]),
             self.checkpointer,
         ]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from cuboid.spec.sharding import places_of
-from cuboid.verification.causes import UNKNOWN, Hypothesis, activation_cause, first_cause
-from cuboid.verification.evidence import Error, Evidence, Located, Seen
+from cuboid.training.checks.words import UNKNOWN, Hypothesis, Located
+from cuboid.verification.causes import activation_cause, first_cause
+from cuboid.verification.evidence import Error, Evidence, Seen
 from cuboid.verification.record import PARTS
 from cuboid.verification.sums import wrong_weight_gradient
 

@@ -3,7 +3,6 @@ The first that explains the difference is told."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -11,52 +10,8 @@ from torch import Tensor
 
 from cuboid.model.batch import IGNORED
 from cuboid.spec.ranks import groups
-from cuboid.spec.run import Run
+from cuboid.training.checks.words import UNKNOWN, Axes, Hypothesis, fitted_factor, listed, named_factor
 from cuboid.verification.evidence import Evidence, Seen, size
-
-UNKNOWN = "unknown: nothing that was tried explains it"
-Hypothesis = tuple[str, Callable[[], Tensor | None]]
-"""What is told, and what would have been observed."""
-
-
-def degrees(run: Run, micro_batches: int) -> dict[str, int]:
-    """What a factor may come of: the layout's degrees, and two of them multiplied."""
-    layout = run.layout
-    found = {"tp": layout.tp, "dp": layout.dp, "cp": layout.cp, "ep": layout.ep, "pp": layout.pp}
-    found["micro-batches"] = micro_batches
-    found["replicas of shards"] = layout.dp // layout.shard_size if layout.zero else 1
-    single = {name: count for name, count in found.items() if count > 1}
-    pairs = (("dp", "cp"), ("tp", "cp"), ("dp", "micro-batches"))
-    both = {f"{one} × {other}": found[one] * found[other] for one, other in pairs if {one, other} <= single.keys()}
-    return single | both
-
-
-def named_factor(factor: float, run: Run, micro_batches: int, exact: bool = True) -> str:
-    """`factor 2 = dp`; empty where it is no degree of the layout."""
-    close = 1e-6 if exact else 0.06
-    told = {"2": 2.0, "1/2": 0.5, "-1": -1.0, "0": 0.0}
-    counts = degrees(run, micro_batches)
-    shapes: tuple[tuple[str, Callable[[int], float]], ...] = (
-        ("{}", lambda count: count),
-        ("1/{}", lambda count: 1 / count),
-        ("{}²", lambda count: count**2),
-        ("1/{}²", lambda count: count**-2),
-        ("√{}", math.sqrt),
-        ("1/√{}", lambda count: count**-0.5),
-    )
-    for shape, value_of in shapes:
-        names = [shape.format(name) for name, count in counts.items() if abs(factor / value_of(count) - 1) <= close]
-        if names:
-            return f"factor {factor:.4g} = {' or '.join(names)}"
-    for text, value in told.items():
-        if abs(factor - value) <= close:
-            return f"factor {text}" if value else "it is zero"
-    return ""
-
-
-def fitted_factor(observed: Tensor, right: Tensor) -> float:
-    square = float((right.double() ** 2).sum())
-    return float((observed.double() * right.double()).sum()) / square if square else math.nan
 
 
 def first_cause(hypotheses: Iterator[Hypothesis], seen: Seen, evidence: Evidence, kind: str) -> str:
@@ -155,7 +110,7 @@ def _sums(evidence: Evidence, kind: str, name: str, rank: int, micro_batch: int,
         if any(not torch.equal(each.right, seen.right) for each in others if each is not None):
             continue
         total = torch.stack(parts).sum(0)
-        cause = f"sum missing over {dimension}: the parts of ranks {_listed(members)} add up"
+        cause = f"sum missing over {dimension}: the parts of ranks {listed(members)} add up"
         yield cause, lambda t=total: seen.right - t  # type: ignore[misc]
 
 
@@ -239,81 +194,6 @@ def _which_tokens(evidence: Evidence, seen: Seen, kind: str) -> str:
         told = ", ".join(places[:6]) + (", …" if len(places) > 6 else "")
         return f"{UNKNOWN}; only {count} of {len(wrong)} tokens differ, the rank's tokens {told}"
     return UNKNOWN
-
-
-def _listed(ranks: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-# Sums over ranks and micro-batches.
-
-Axes = dict[str, int]
-"""Where a part of a sum comes from: dp, cp, tp, pp and micro-batch."""
-
-
-def sum_hypotheses(parts: list[tuple[Axes, Tensor]]) -> Iterator[Hypothesis]:
-    """What a sum of parts may have become: without those of other ranks, with some twice, or divided wrongly."""
-    whole = torch.stack([part for _, part in parts]).sum(0)
-    axes = {axis: sorted({place[axis] for place, _ in parts}) for axis in parts[0][0]}
-
-    def of(*wanted: tuple[str, int]) -> Tensor:
-        chosen = [part for place, part in parts if all(place[axis] == value for axis, value in wanted)]
-        return torch.stack(chosen).sum(0) if chosen else torch.zeros_like(whole)
-
-    many = {axis: values for axis, values in axes.items() if len(values) > 1}
-    for axis, values in many.items():
-        named = "micro-batch" if axis == "micro-batch" else axis
-        for value in values:
-            if axis == "micro-batch":
-                yield f"micro-batch {value + 1} is missing", lambda v=value: whole - of(("micro-batch", v))  # type: ignore[misc]
-                yield f"micro-batch {value + 1} is counted twice", lambda v=value: whole + of(("micro-batch", v))  # type: ignore[misc]
-                yield f"only micro-batch {value + 1} is in it", lambda v=value: of(("micro-batch", v))  # type: ignore[misc]
-            else:
-                yield (
-                    f"sum missing over {named}: only the part of {named} rank {value} is in it",
-                    lambda a=axis, v=value: of((a, v)),  # type: ignore[misc]
-                )
-                if len(values) > 2:
-                    yield f"the part of {named} rank {value} is missing", lambda a=axis, v=value: whole - of((a, v))  # type: ignore[misc]
-                yield (
-                    f"the part of {named} rank {value} is counted twice",
-                    lambda a=axis, v=value: whole + of((a, v)),  # type: ignore[misc]
-                )
-    for axis, values in many.items():
-        if axis != "micro-batch":
-            for some in _runs(values):
-                told = f"sum missing over {axis}: only the parts of {axis} ranks {_listed(tuple(some))} are in it"
-                yield told, lambda a=axis, s=some: torch.stack([of((a, value)) for value in s]).sum(0)  # type: ignore[misc]
-    names = list(many)
-    for index, one in enumerate(names):
-        for other in names[index + 1 :]:
-            for value in many[one]:
-                for second in many[other]:
-                    if "micro-batch" in (one, other):
-                        rank_axis, rank_value = (one, value) if other == "micro-batch" else (other, second)
-                        chunk = second if other == "micro-batch" else value
-                        yield (
-                            f"micro-batch {chunk + 1} of {rank_axis} rank {rank_value} is missing",
-                            lambda a=one, v=value, b=other, w=second: whole - of((a, v), (b, w)),  # type: ignore[misc]
-                        )
-                        yield (
-                            f"micro-batch {chunk + 1} of {rank_axis} rank {rank_value} is counted twice",
-                            lambda a=one, v=value, b=other, w=second: whole + of((a, v), (b, w)),  # type: ignore[misc]
-                        )
-                    else:
-                        yield (
-                            f"sum missing over {one} and {other}",
-                            lambda a=one, v=value, b=other, w=second: of((a, v), (b, w)),  # type: ignore[misc]
-                        )
-
-
-def _runs(values: list[int]) -> Iterator[list[int]]:
-    """Groups of neighbours, and groups of ranks as far apart: what a part of all replicas may be."""
-    for width in range(2, len(values) // 2 + 1):
-        if len(values) % width == 0:
-            count = len(values) // width
-            yield from (values[index * width : (index + 1) * width] for index in range(count))
-            yield from (values[index::count] for index in range(count))
 
 
 def weighted_hypotheses(parts: list[tuple[Axes, Tensor]], counts: dict[tuple[int, int], int]) -> Iterator[Hypothesis]:

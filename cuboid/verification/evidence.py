@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -275,32 +274,3 @@ def _median_spread(tables: list[dict[Key, Tensor]]) -> float:
         if scale and true.ndim:
             found.append(max(size(table[key].double() - true.double()) for table in rounded if key in table) / scale)
     return median(found) if found else 0.0
-
-
-Pass = Literal["weights", "forward", "loss", "input gradient", "weight gradient", "reduction", "norm", "update"]
-
-
-@dataclass(frozen=True)
-class Located:
-    """The first tensor, in execution order, that is further off than it may be."""
-
-    tensor: str
-    module: str
-    """Which computed it."""
-    where: Pass
-    step: int
-    """Counted from 1, as micro-batches are."""
-    micro_batch: int | None
-    """None: of the whole step."""
-    rank: int | None
-    """None: of all ranks."""
-    error: float
-    allowed: float
-    cause: str
-    """In words."""
-
-
-def module_of(parameter: str) -> str:
-    """The module of a parameter or of an activation inside attention."""
-    path, _, last = parameter.rpartition(".")
-    return path if last in ("weight", "bias", "sinks", "query", "key", "value", "mixed") else parameter

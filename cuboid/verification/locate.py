@@ -11,8 +11,9 @@ from dataclasses import replace
 from cuboid.data.source import Source, make_source
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
+from cuboid.training.checks.words import Located
 from cuboid.verification.activations import first_activation, first_gradient
-from cuboid.verification.evidence import Evidence, Located
+from cuboid.verification.evidence import Evidence
 from cuboid.verification.record import RankRecord, SampleRecorder
 from cuboid.verification.reference import Tensors, Trace, reference_trace
 from cuboid.verification.rounding import ROUNDED

@@ -9,20 +9,19 @@ import torch
 from torch import Tensor
 
 from cuboid.spec.sharding import EXPERTS, Part
-from cuboid.verification.causes import (
+from cuboid.training.checks.words import (
     UNKNOWN,
     Axes,
     Hypothesis,
-    factor_cause,
-    first_cause,
+    Located,
     fitted_factor,
+    module_of,
     named_factor,
     sum_hypotheses,
-    token_counts,
-    weighted_hypotheses,
 )
+from cuboid.verification.causes import factor_cause, first_cause, token_counts, weighted_hypotheses
 from cuboid.verification.compare import relative_error
-from cuboid.verification.evidence import Error, Evidence, Located, Seen, module_of, part_of, shard_of, size
+from cuboid.verification.evidence import Error, Evidence, Seen, part_of, shard_of, size
 from cuboid.verification.follows import NORM, norm
 from cuboid.verification.rounding import allowed
 

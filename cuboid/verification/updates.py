@@ -12,9 +12,10 @@ from torch import Tensor
 from cuboid.model.initialize import learning_rate_factor
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.ranks import groups
+from cuboid.training.checks.words import UNKNOWN, Hypothesis, Located, fitted_factor, module_of, named_factor
 from cuboid.training.learning_rate import learning_rate
-from cuboid.verification.causes import UNKNOWN, Hypothesis, first_cause, fitted_factor, named_factor
-from cuboid.verification.evidence import Error, Evidence, Located, Seen, module_of, part_of, shard_of, size
+from cuboid.verification.causes import first_cause
+from cuboid.verification.evidence import Error, Evidence, Seen, part_of, shard_of, size
 from cuboid.verification.follows import UPDATE, average_error, replayed
 from cuboid.verification.record import RankRecord, Shard
 from cuboid.verification.reference import Tensors

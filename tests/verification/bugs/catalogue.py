@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from cuboid.training.checks.words import UNKNOWN
 from cuboid.verification import compare
-from cuboid.verification.causes import UNKNOWN
 from cuboid.verification.compare import verify_rank
 from tests.verification.bugs import context_bugs, data_bugs, expert_bugs, optimizer_bugs, pipeline_bugs, tensor_bugs
 from tests.verification.bugs.bug import CATALOGUE, Patches

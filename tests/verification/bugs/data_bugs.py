@@ -13,7 +13,7 @@ from cuboid.parallel.collectives import Pending
 from cuboid.parallel.grad_reduce import GradientReducer
 from cuboid.parallel.pipeline import Pipeline
 from cuboid.parallel.zero import Unit
-from cuboid.training import optimizer, step
+from cuboid.training import checkpointer, optimizer, step, trainer
 from cuboid.verification import compare
 from tests.verification.bugs.bug import Patches, bug
 
@@ -204,6 +204,7 @@ def _(patches: Patches) -> None:
         plain(replace(engine, run=replace(engine.run, training=training)))
 
     patches.put(parallelize, "draw_weights", draw)
+    patches.put(checkpointer, "draw_weights", draw)
 
 
 @bug(
@@ -222,3 +223,4 @@ def _(patches: Patches) -> None:
         return plain(source, run, number, 0, device)
 
     patches.put(compare, "micro_batches", batches)
+    patches.put(trainer, "micro_batches", batches)

@@ -1,0 +1,278 @@
+"""Sums: what a reduction gave is the sum of the parts of all ranks that hold the same elements, and the gradient norm
+is that of what the optimizer gets.
+
+Nothing here knows the groups of the layout: whoever holds the same elements of a parameter has a part of its gradient.
+Gradients are compared as sketches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuboid.parallel.parallelize import Engine
+from cuboid.parallel.zero import Unit
+from cuboid.spec.ranks import coordinates
+from cuboid.spec.sharding import Part
+from cuboid.training.checks.everywhere import Everywhere, Rows
+from cuboid.training.checks.sketch import NUMBERS, sketch
+from cuboid.training.checks.words import (
+    UNKNOWN,
+    Axes,
+    Hypothesis,
+    Located,
+    fitted_factor,
+    module_of,
+    named_factor,
+    sum_hypotheses,
+)
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import StepResult
+
+ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""How far a sum may be off, of the size of its parts, by the precision it is summed in."""
+CLOSE = {torch.float64: 1e-6, torch.float32: 0.02, torch.bfloat16: 0.1}
+"""How far from what was observed a cause may be, of what is wrong about it."""
+NORM = {torch.float64: 1e-9, torch.float32: 1e-3}
+WIDTH = NUMBERS + 1
+
+
+class Held(NamedTuple):
+    """Elements of a parameter, of which a rank has a part of the gradient, or the sum of all parts."""
+
+    kind: Literal["part", "sum", "norm"]
+    name: str
+    dimension: int = 0
+    first: int = 0
+    last: int = 0
+    adds: bool = True
+    """Whether tensor ranks that hold the same have parts, or all of them the same gradient."""
+    is_shared: bool = False
+    start: int = 0
+    stop: int = 0
+    """Of a shard: the elements of the rank's part of the parameter."""
+
+    @property
+    def elements(self) -> tuple[str, int, int, int]:
+        return self.name, self.dimension, self.first, self.last
+
+
+def _held(kind: Literal["part", "sum"], part: Part) -> Held:
+    cut = part.slice
+    shared = cut.sharing != "own"
+    return Held(kind, part.name, cut.dimension, cut.start, cut.stop, not shared or cut.partial_gradient, shared)
+
+
+class Sums:
+    def __init__(self, engine: Engine) -> None:
+        self._rows: Rows = {}
+        self._own: dict[Held, list[Tensor]] = {}
+        """By micro-batch, in the order in which they were collected."""
+        self._undo: list[Callable[[], None]] = []
+        self._engine = engine
+        self._tell, self._tell_parts = Everywhere(engine), Everywhere(engine)
+
+    def begin(self, engine: Engine, micro_batches: int) -> None:
+        self._rows, self._own = {}, {}
+        for unit in engine.units:
+            if unit.uses:
+                self._attach(unit)
+
+    def _attach(self, unit: Unit) -> None:
+        plain, before = unit.collect, dict[str, Tensor]()
+
+        def collect(reduces: bool = True) -> None:
+            for part in unit.parts:
+                gradient = unit.parameters[part.name].grad
+                own = torch.zeros(NUMBERS, dtype=torch.float64, device=self._engine.device)
+                if gradient is not None:
+                    own = sketch(gradient)
+                    if unit.adds_in_place:  # the sum of all micro-batches so far
+                        own, before[part.name] = own - before.get(part.name, 0.0), own
+                self._own.setdefault(_held("part", part), []).append(own)
+            plain(reduces)
+
+        unit.collect = collect  # type: ignore[method-assign]
+        self._undo.append(lambda: delattr(unit, "collect"))
+
+    def detach(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def see_gradients(self, result: StepResult) -> None:
+        factor = result.loss_scale or 1.0
+        told = torch.zeros(WIDTH, dtype=torch.float64)
+        told[0], told[1] = result.gradient_norm, result.loss
+        self._rows[Held("norm", "")] = told
+        nothing = torch.zeros(1, dtype=torch.float64, device=self._engine.device)
+        for held, own in self._own.items():
+            self._rows[held] = torch.cat((torch.stack(own).sum(0) / factor, nothing))
+        for unit in self._engine.units:
+            for shard in unit.optimizer_shards() if unit.uses else ():
+                gradient = shard.gradient
+                held = _held("sum", shard.part)._replace(start=shard.start, stop=shard.stop)
+                square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square().reshape(1)
+                self._rows[held] = torch.cat((sketch(gradient, shard.start) / factor, square / factor**2))
+
+    def judge(self, engine: Engine, optimizer: Optimizer, step: int) -> list[Located]:
+        device = engine.device
+        told = self._tell.gather({held: row.to(device) for held, row in self._rows.items()}, WIDTH)
+        found = list(self._wrong_sums(told, step))
+        # Parts of single micro-batches travel only where something is wrong; all ranks come to the same.
+        found = [self._with_micro_batches(each, told) for each in found[:1]] + found[1:]
+        return found + list(self._wrong_norm(told, step))
+
+    # Sums over ranks.
+
+    def _axes(self, rank: int) -> Axes:
+        place = coordinates(rank, self._engine.run.layout)
+        return {"dp": place.dp, "cp": place.cp, "tp": place.tp, "pp": place.pp}
+
+    def _wrong_sums(self, told: list[Rows], step: int) -> Iterator[Located]:
+        dtypes = {part.name: unit.sums_in for unit in self._engine.units for part in unit.parts}
+        usual = next(iter(dtypes.values()))
+        parts: dict[tuple[str, int, int, int], dict[int, Tensor]] = {}
+        sums: dict[tuple[str, int, int, int], dict[int, dict[tuple[int, int], Tensor]]] = {}
+        adds: dict[tuple[str, int, int, int], bool] = {}
+        # As a backward pass comes to them: the last stage first.
+        for rank in sorted(range(len(told)), key=lambda rank: -self._axes(rank)["pp"]):
+            for held, row in told[rank].items():
+                if held.kind == "part":
+                    parts.setdefault(held.elements, {})[rank] = row[:NUMBERS]
+                    adds[held.elements] = held.adds
+                elif held.kind == "sum":
+                    there = sums.setdefault(held.elements, {}).setdefault(rank, {})
+                    there[held.start, held.stop] = row[:NUMBERS]
+        for elements, own in parts.items():
+            dtype = dtypes.get(elements[0], usual)
+            allowed, close = ALLOWED[dtype], CLOSE[dtype]
+            for rank, observed in _whole(sums.get(elements, {})).items():
+                axes = self._axes(rank)
+                of = {r: x for r, x in own.items() if adds[elements] or self._axes(r)["tp"] == axes["tp"]}
+                if not of:
+                    continue
+                right, scale = torch.stack(list(of.values())).sum(0), float(torch.stack(list(of.values())).norm())
+                apart = float((observed - right).norm())
+                if apart == 0 or apart <= allowed * scale:
+                    continue
+                error = apart / scale if scale and apart == apart else math.inf
+                cause = self._cause(observed, right, self._placed(of, axes), close)
+                name = f"gradient of {elements[0]}"
+                yield Located(name, module_of(elements[0]), "reduction", step, None, rank, error, allowed, cause)
+                break
+
+    def _placed(self, of: dict[int, Tensor], here: Axes) -> list[tuple[Axes, Tensor]]:
+        """The parts of a rank's own place first: of two causes that come to the same, that one is told."""
+        placed = [(self._axes(rank), own) for rank, own in of.items()]
+        return sorted(placed, key=lambda item: [item[0][axis] != here[axis] for axis in here])
+
+    def _cause(self, observed: Tensor, right: Tensor, parts: list[tuple[Axes, Tensor]], close: float) -> str:
+        if not bool(observed.isfinite().all()):
+            return "not a number"
+        if not bool(observed.any()):
+            return "it is zero"
+        run = self._engine.run
+        told = _explains(sum_hypotheses(parts), observed, right, close)
+        factor = fitted_factor(observed, right)
+        if not told and _near(right * factor, observed, right, close):
+            told = named_factor(factor, run, run.micro_batches, exact=False)
+        return told or UNKNOWN
+
+    def _with_micro_batches(self, found: Located, told: list[Rows]) -> Located:
+        """With a cause among micro-batches, where there is none among ranks. Every rank calls this."""
+        if found.cause != UNKNOWN or found.rank is None:
+            return found
+        name = found.tensor.removeprefix("gradient of ")
+        mine = {held: many for held, many in self._own.items() if held.name == name}
+        own = {(held, index): x for held, many in mine.items() for index, x in enumerate(many)}
+        everywhere = self._tell_parts.gather(own, NUMBERS)
+        seen = next(held for held in told[found.rank] if held.kind == "sum" and held.name == name)
+        observed = {
+            rank: {
+                (held.start, held.stop): row[:NUMBERS]
+                for held, row in rows.items()
+                if held.kind == "sum" and held.elements == seen.elements
+            }
+            for rank, rows in enumerate(told)
+        }
+        here = self._axes(found.rank)
+        parts = [
+            ({**self._axes(rank), "micro-batch": index}, row)
+            for rank, rows in enumerate(everywhere)
+            for (held, index), row in rows.items()
+            if held.elements == seen.elements and (held.adds or self._axes(rank)["tp"] == here["tp"])
+        ]
+        right = torch.stack([part for _, part in parts]).sum(0)
+        cause = _explains(
+            sum_hypotheses(parts), _whole(observed)[found.rank], right, CLOSE[self._engine.units[0].sums_in]
+        )
+        return replace(found, cause=cause or found.cause)
+
+    # The norm.
+
+    def _wrong_norm(self, told: list[Rows], step: int) -> Iterator[Located]:
+        engine = self._engine
+        allowed = NORM[engine.units[0].accumulate]
+        squares: dict[tuple[object, ...], tuple[float, Held, int]] = {}
+        for rank, rows in enumerate(told):
+            for held, row in rows.items():
+                if held.kind == "sum":
+                    squares.setdefault((*held.elements, held.start, held.stop), (float(row[-1]), held, rank))
+        right = math.sqrt(sum(square for square, *_ in squares.values()))
+        for rank, rows in enumerate(told):
+            observed = float(rows[Held("norm", "")][0])
+            error = abs(observed - right) / (right or 1.0)
+            if not error <= allowed:
+                cause = self._norm_cause(observed, right, list(squares.values()))
+                yield Located("gradient norm", "gradient norm", "norm", step, None, rank, error, allowed, cause)
+                return
+
+    def _norm_cause(self, observed: float, right: float, squares: list[tuple[float, Held, int]]) -> str:
+        if observed != observed:
+            return "not a number"
+        layout, extra = self._engine.run.layout, observed**2 - right**2
+        close = 1e-6 if self._engine.units[0].accumulate == torch.float64 else 1e-2
+        kinds = {
+            "parameters that several tp ranks hold": sum(square for square, held, _ in squares if held.is_shared),
+            "parameters that are split or on one tp rank": sum(sq for sq, held, _ in squares if not held.is_shared),
+            "experts": sum(square for square, held, _ in squares if ".experts." in held.name),
+        }
+        for told, among in kinds.items():
+            for count in (2, layout.tp, layout.dp, layout.cp):
+                if among and count > 1 and abs(extra - (count - 1) * among) <= close * abs(extra):
+                    return f"{told} are counted {count} times"
+            if among and abs(extra + among) <= close * abs(extra):
+                return f"{told} are not counted"
+        for stage in range(layout.pp if layout.pp > 1 else 0):
+            of_stage = sum(square for square, _, rank in squares if self._axes(rank)["pp"] == stage)
+            if abs(observed**2 - of_stage) <= close * right**2:
+                return f"sum missing over pp: only pp rank {stage} is in it"
+        named = named_factor(observed / right, self._engine.run, self._engine.run.micro_batches, exact=False)
+        return named or ("sum missing over ranks: only a part is in it" if observed < right else UNKNOWN)
+
+
+def _whole(of: dict[int, dict[tuple[int, int], Tensor]]) -> dict[int, Tensor]:
+    """What each rank sees of a gradient: its own shards, and of others what the nearest holder has."""
+    holders = {between: rank for rank in sorted(of, reverse=True) for between in of[rank]}
+    found = {}
+    for rank, own in of.items():
+        # Shards of a rank's own group of holders: those of the ranks before it, or the first.
+        parts = [own.get(between, of[first][between]) for between, first in holders.items()]
+        found[rank] = torch.stack(parts).sum(0)
+    return found
+
+
+def _near(made: Tensor, observed: Tensor, right: Tensor, close: float) -> bool:
+    return float((made - observed).norm()) <= close * float((observed - right).norm())
+
+
+def _explains(hypotheses: Iterator[Hypothesis], observed: Tensor, right: Tensor, close: float) -> str:
+    for told, make in hypotheses:
+        made = make()
+        if made is not None and _near(made, observed, right, close):
+            return told
+    return ""

@@ -1,0 +1,41 @@
+"""Short trainings with a bug of the catalogue in them, whose checks look for it."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuboid.spec.run import ChecksSpec, OutputSpec, Run
+from cuboid.telemetry.rows import metric_rows
+from cuboid.training.trainer import train
+from tests.verification.bugs import catalogue
+from tests.verification.bugs.bug import CATALOGUE, Patches
+
+assert catalogue.FILES  # which enter all bugs
+
+
+def checked(run: Run, steps: int, **settings: Any) -> Run:
+    """The run of a proof as a training whose steps are checked."""
+    settings = {"every": 10} | settings
+    learning_rate = replace(run.learning_rate, warmup_steps=0)
+    training = replace(run.training, steps=steps)
+    return replace(run, training=training, learning_rate=learning_rate, checks=ChecksSpec(**settings))
+
+
+def warnings_of(rank: int, run: Run, bug: str = "") -> list[dict[str, Any]]:
+    """What a training warned of, each with its step; on rank 0."""
+    patches = Patches(rank, run)
+    with tempfile.TemporaryDirectory() as folder:
+        run = replace(run, output=OutputSpec(folder=folder, health=False))
+        if bug:
+            CATALOGUE[bug].install(patches)
+        try:
+            train(run, rank, torch.device("cpu"), quiet=True)
+        finally:
+            patches.undo()
+        rows = metric_rows(Path(folder) / "metrics.jsonl") if rank == 0 else []
+    return [{**warning, "step": row["step"]} for row in rows for warning in row.get("warnings", ())]
