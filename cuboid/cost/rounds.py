@@ -78,7 +78,7 @@ def rounds_over_time(
     last = spec.rounds_due(steps, steps)[-1]
     due = [spec.due(round_, steps) for round_ in range(last + 1)]
     done = 0
-    for step in sorted({*due, *(min(each + spec.delay, steps) for each in due), steps}):
+    for step in sorted({*due, *(spec.applied(round_, steps) for round_ in range(last + 1)), steps}):
         course.take(step - done)
         done = step
         # As the engine between two steps: apply what is due by now, begin what is due, apply that without a delay.
@@ -165,6 +165,7 @@ def predict_computing(
     every: int,
     fragments: int,
     delay: int,
+    ramp_steps: int = 0,
     encode_seconds: float = 0.0,
     outer_seconds: float = 0.0,
     apply_seconds: float = 0.0,
@@ -178,8 +179,11 @@ def predict_computing(
     `link_bytes_per_second`: of each island's link in each direction, shared by all it sends to. `latency`: seconds in
     one direction. `step_seconds`: of a training step, of all islands or of each. `encode_seconds` and `apply_seconds`
     stop the training in every round, `outer_seconds` does not. `connections`: of all ranks of an island that fetch at
-    once. `steps`, `skip`: of the training, and those before what is measured; default: as if it never ended."""
-    spec = IslandsSpec(count=islands, every=every, fragments=fragments, delay=delay)
+    once. `steps`, `skip`: of the training, and those before what is measured; default: as if it never ended, where no
+    ramp counts."""
+    spec = IslandsSpec(
+        count=islands, every=every, ramp_steps=ramp_steps if steps else 0, fragments=fragments, delay=delay
+    )
     sizes = list(fragment_bytes) if isinstance(fragment_bytes, Sequence) else [fragment_bytes] * fragments
     own_steps = list(step_seconds) if isinstance(step_seconds, Sequence) else [step_seconds] * islands
     times = [IslandTimes(each, encode_seconds, outer_seconds, apply_seconds) for each in own_steps]

@@ -35,6 +35,15 @@ class Batches:
                 return
         self.runs.append((first, distance if count > 1 else 1, count))
 
+    def claim(self, wanted: Batches) -> bool:
+        """Certain ones, which are no longer here, wherever they were; false, and nothing changes, if some are not."""
+        asked = set(wanted)
+        kept = [batch for batch in self if batch not in asked]
+        if len(self) - len(kept) < len(asked):
+            return False
+        self.runs = Batches((batch, 1, 1) for batch in kept).runs
+        return True
+
     def take(self, count: int) -> Batches:
         """The next ones, which are no longer here."""
         taken = Batches()

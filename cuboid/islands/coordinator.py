@@ -15,13 +15,15 @@ from typing import Any
 from cuboid.errors import RankError, UserError
 from cuboid.islands.membership import Membership, Round
 from cuboid.readers import parse_json
-from cuboid.secure_channel import Channel, Door, greet
+from cuboid.secure_channel import Channel, Door, Stranger, greet
 
 PURPOSE = "islands coordinator"
 LONGEST = 1 << 24
 BEAT = 1.0
 CONTACT = 5.0
 """Seconds without a word after which an island is lost to the others, which may be told so at once by its system."""
+BEGINNING = 600.0
+"""Seconds for which islands that begin wait for whoever decides, and for one another."""
 OTHER_RUN = (
     "this island has another model, data, seed, batch or [islands] table than the first one; only the layout and where "
     "it writes may differ"
@@ -76,6 +78,11 @@ class Coordinator:
 
     def _tell(self) -> None:
         known, members = self._members.rounds, self._members
+        if problem := members.waits_in_vain(time.monotonic(), BEGINNING):
+            for line in list(self._lines.values()):
+                with suppress(OSError):
+                    line.send(json.dumps({"refused": problem}).encode())
+            return
         for number, line in list(self._lines.items()):
             island = members.islands.get(number)
             if island is None or not island.entered or not members.begun:
@@ -139,7 +146,7 @@ class Coordinator:
             if not word["running"]:
                 self._welcome.add(number)
         elif said == "arrive":
-            members.arrive(number, word["round"], word["tokens"], word["left"], word["step"])
+            members.arrive(number, word["round"], word["tokens"], word["taken"])
         elif said == "have":
             members.have(number, word["round"], word["version"])
         elif said == "more":
@@ -187,8 +194,15 @@ class Client:
     """An island's end: it connects again and again, for as long as it is open, and then says again what is not
     answered."""
 
-    def __init__(self, places: Sequence[tuple[str, int]], secret: bytes, number: int, join: Table) -> None:
-        """`places`: where the coordinator may be. `join`: what it says first."""
+    def __init__(
+        self,
+        places: Sequence[tuple[str, int]],
+        secret: bytes,
+        number: int,
+        join: Table,
+        patience: float = BEGINNING,
+    ) -> None:
+        """`places`: where the coordinator may be. `join`: what it says first. `patience`: seconds to reach it once."""
         self._places, self._secret, self._number = places, secret, number
         self._join = join
         self._pending: dict[tuple[str, int], Table] = {}
@@ -197,6 +211,8 @@ class Client:
         self._more: list[Any] | None = None
         self._asked = 0
         self._refused = self._apart = ""
+        self._patience, self._since, self._met = patience, time.monotonic(), False
+        """Whether it has ever reached a place that decides."""
         self._held: set[int] = set()
         self._opened: set[int] = set()
         self.state: Table = {}
@@ -219,14 +235,20 @@ class Client:
             raise UserError(self._refused)
         if self._apart:
             raise RankError(self._apart)
+        if not self._met and time.monotonic() > self._since + self._patience:
+            tried = ",".join(f"{host}:{port}" for host, port in self._places)
+            raise UserError(
+                f"islands-rendezvous={tried} did not answer within {self._patience:g} s; start the island on that "
+                "host, where it decides for all, or give the address it has"
+            )
 
     def enters_elsewhere(self, entered: Entered) -> bool:
         """Whether what `enter` said holds no more."""
         self.check()
         return self._entered is not entered
 
-    def arrive(self, round_: int, tokens: int, left: int, step: int) -> None:
-        self._say({"say": "arrive", "round": round_, "tokens": tokens, "left": left, "step": step}, round_)
+    def arrive(self, round_: int, tokens: int, taken: int) -> None:
+        self._say({"say": "arrive", "round": round_, "tokens": tokens, "taken": taken}, round_)
 
     def have(self, round_: int, version: int) -> None:
         self._held = {each for each in self._held if each > round_ - 64} | {round_}
@@ -258,8 +280,8 @@ class Client:
         """The newest round that is closed."""
         return max((number for number, news in list(self._rounds.items()) if news.members), default=-1)
 
-    def finish(self, round_: int, left: list[Any]) -> None:
-        """The round is stepped with here; `left`: this island's batches now."""
+    def finish(self, round_: int, left: list[Any], taken: int) -> None:
+        """The round is stepped with here; `left`: this island's batches now; `taken`: those before."""
         with self._news:
             for key in [key for key in self._pending if 0 <= key[1] <= round_]:
                 del self._pending[key]
@@ -270,6 +292,7 @@ class Client:
                 "running": True,
                 "round": round_ + 1,
                 "left": left,
+                "taken": taken,
                 "need": 0,
             }
 
@@ -312,17 +335,30 @@ class Client:
     def _keep(self) -> None:
         while self._open:
             for host, port in self._places:
-                with suppress(OSError, ValueError, TypeError, KeyError):
+                try:
                     self._connect(host, port)
                     break
+                except Stranger:
+                    self._turned_away(host, port)
+                except (OSError, ValueError, TypeError, KeyError):
+                    pass
             self._line = None
             time.sleep(0.2)
+
+    def _turned_away(self, host: str, port: int) -> None:
+        if not self._met:
+            with self._news:
+                self._refused = (
+                    f"islands-rendezvous={host}:{port} is answered by something that does not know this job's secret; "
+                    "give all islands the same CUBOID_SECRET, see docs/security.md"
+                )
+                self._news.notify_all()
 
     def _connect(self, host: str, port: int) -> None:
         with socket.create_connection((host, port), timeout=3 * BEAT) as line:
             channel = greet(line, self._secret, PURPOSE, longest=LONGEST)
             channel.wait_no_longer_than(BEAT)
-            self._line = channel
+            self._line, self._met = channel, True
             self._send({"say": "join", **self._join, **self._report()})
             sent = time.monotonic()
             for word in list(self._pending.values()):

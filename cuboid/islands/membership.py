@@ -20,6 +20,16 @@ Table = dict[str, Any]
 
 
 @dataclass
+class Trained:
+    """Batches that an island has told to have trained on, when it arrived at a round."""
+
+    round: int
+    batches: Batches
+    counts: bool = False
+    """Whether a round has been committed that they are in: until then they go with the island if it is lost."""
+
+
+@dataclass
 class Island:
     layout: str
     """Others compute from it where its ranks keep what."""
@@ -30,13 +40,15 @@ class Island:
     connected: bool = True
     queue: Batches = field(default_factory=Batches)
     """Batches that it may take and has not told to have trained on."""
+    taken: int = 0
+    """Of those that it was granted, in its process: those that it has told of."""
+    told: list[Trained] = field(default_factory=list)
+    """The latest, the oldest first."""
     entered: bool = False
     round: int = 0
     """The first one it takes part in."""
     settled: bool = False
     """It has the outer state before that round."""
-    step: int = 0
-    """After which it told of its queue."""
     lost_since: float = 0.0
     more: tuple[int, list[Any]] = (0, [])
     """What it last asked for, and got."""
@@ -81,9 +93,9 @@ class Membership:
     # What islands say.
 
     def join(self, number: int, layout: str, addresses: list[tuple[str, int]], reported: Table, now: float) -> None:
-        """`reported`: the `round` it would take part in next; the `step` after which it says this; `left`, its batches,
-        and how many more it will `need` before; `state`, the newest it was told of all; `rounds`, the latest it knows
-        to be committed; `running`: it has trained up to there in this process."""
+        """`reported`: the `round` it would take part in next; `left`, its batches, how many it has `taken` before them
+        in this process, and how many more it will `need` before; `state`, the newest it was told of all; `rounds`, the
+        latest it knows to be committed; `running`: it has trained up to there in this process."""
         self._first_joined = now if self._first_joined is None else self._first_joined
         before = self.islands.get(number)
         if before is not None and before.entered and reported["running"]:
@@ -91,16 +103,19 @@ class Membership:
             return
         if before is not None:
             self._forget(number)
-        island = self.islands[number] = Island(layout, addresses, reported)
-        if self.begun and reported["running"]:  # it was away for long, and nobody has closed anything anew meanwhile
-            island.entered, island.round = True, int(reported["round"])
-            self._settle(number)
+        self.islands[number] = Island(layout, addresses, reported)
+        if self.begun and reported["running"]:  # it was away for long, and nobody has taken its part meanwhile
+            self.returned.claim(self._queue_of(number, reported))
+            self._continue(number)
 
     def is_apart(self, number: int, reported: Table) -> bool:
-        """Whether an island comes back that has taken steps which the others have decided anew."""
+        """Whether an island comes back that has taken steps which the others have decided anew, or has batches that
+        others have taken since."""
         before = self.islands.get(number)
         if not self.begun or not reported["running"] or (before is not None and before.entered):
             return False
+        if set(self._queue_of(number, reported)) - set(self.returned):
+            return True
         for known, said in reported.get("rounds", {}).items():
             found = self.rounds.get(int(known))
             members = {int(each): int(tokens) for each, tokens in said["members"].items()}
@@ -108,9 +123,26 @@ class Membership:
                 return True
         return False
 
+    def _queue_of(self, number: int, reported: Table) -> Batches:
+        """Of an island that continues: what it had, and what rounds have granted that it does not know of yet."""
+        queue = Batches(reported["left"])
+        for known, found in sorted(self.rounds.items()):
+            for runs in found.batches.get(number, []) if known >= int(reported["round"]) else ():
+                queue.add(*runs)
+        return queue
+
+    def _continue(self, number: int) -> None:
+        """With the state that it has."""
+        island = self.islands[number]
+        island.queue, island.taken = self._queue_of(number, island.reported), int(island.reported["taken"])
+        island.entered, island.round = True, int(island.reported["round"])
+        self._settle(number)
+
     def _forget(self, number: int) -> None:
         """What it had is gone, and its batches go to others."""
-        self._take_back(self.islands.pop(number).queue)
+        island = self.islands.pop(number)
+        for each in (*(told.batches for told in island.told if not told.counts), island.queue):
+            self._take_back(each)
         for found in self.rounds.values():
             found.have.discard(number)
 
@@ -127,11 +159,12 @@ class Membership:
         """Whether the last round is closed."""
         return self.begun and self.next >= self._spec.rounds_due(self._steps, self._steps).stop
 
-    def arrive(self, number: int, round_: int, tokens: int, left: int, step: int) -> None:
-        """`left`: batches of its queue that it has not trained on after a step."""
+    def arrive(self, number: int, round_: int, tokens: int, taken: int) -> None:
+        """`taken`: batches of its queue that it has trained on since it entered."""
         island = self.islands[number]
-        island.step = step
-        island.queue.take(max(0, len(island.queue) - left))
+        if trained := island.queue.take(max(0, taken - island.taken)):
+            island.told.append(Trained(round_, trained))
+            island.taken = taken
         self._settle(number)
         if round_ >= self.next or round_ in self.rounds:  # who is late may be needed should the others be lost
             self.rounds.setdefault(round_, Round()).tokens[number] = tokens
@@ -158,7 +191,7 @@ class Membership:
         if (island := self.islands.get(number)) is not None:
             island.connected, island.lost_since = False, now
             if for_good:
-                island.queue = Batches()
+                island.queue, island.told = Batches(), []
                 self._forget(number)
 
     # Decisions.
@@ -204,28 +237,48 @@ class Membership:
         self._version = max((int(said["version"]) for _, said in reports), default=0)
         for known, said in reports:
             self._remember(int(known), said)
+        continuing = {each for each, island in present.items() if island.reported["running"]}
+        continuing |= {each for each, island in present.items() if island.reported["round"] == next_}
         if state := newest.reported.get("state"):
             self.fresh, self.returned = int(state["fresh"]), Batches(state["returned"])
-            for number, (step, queue) in state["queues"].items():
-                if int(number) not in present:
-                    left = Batches(queue)
-                    left.take(max(0, newest.reported["step"] - step))  # it trained on these before the same checkpoint
-                    self._take_back(left)
+            for number, said in state["queues"].items():
+                if int(number) not in continuing:
+                    self._take_back_from(int(number), said, next_, bool(newest.reported["running"]))
         wanted = {}
         for number, island in present.items():
-            if island.reported["running"] or island.reported["round"] == next_:
-                island.queue = Batches(island.reported["left"])
-                island.entered, island.round = True, int(island.reported["round"])
-                self._settle(number)
+            if number in continuing:
+                self._continue(number)
                 for known in island.reported.get("held", ()):
                     if known in self.rounds:
                         self.rounds[known].have.add(number)
-                for known, found in sorted(self.rounds.items()):
-                    for runs in found.batches.get(number, []) if known >= island.round else ():
-                        island.queue.add(*runs)
                 wanted[number] = max(0, int(island.reported["need"]))
         self._grant(wanted)
         self.begun = True
+
+    def _take_back_from(self, number: int, said: Table, next_: int, running: bool) -> None:
+        """The batches of an island that is not there any more, as the newest state tells of them. What it trained on
+        for rounds that this state does not follow yet is lost with it. `running`: the state is no checkpoint's."""
+        for round_, batches, counts in said["told"]:
+            found = self.rounds.get(round_)
+            if not (counts and (running or round_ < next_)) and not (
+                found and found.committed and number in found.members
+            ):
+                self._take_back(Batches(batches))
+        self._take_back(Batches(said["left"]))
+
+    def waits_in_vain(self, now: float, patience: float) -> str:
+        """Why a beginning is given up. Islands that train already wait for one another as long as it takes."""
+        present = [number for number, island in sorted(self.islands.items()) if island.connected]
+        since = now if self._first_joined is None else self._first_joined
+        if self.begun or not present or now - since < max(patience, self._spec.grace_seconds):
+            return ""
+        if any(self.islands[number].reported["running"] for number in present):
+            return ""
+        here, quorum = len(present), self._spec.quorum
+        return (
+            f"only {here} of islands.count={self._spec.count} came within {now - since:.0f} s, and islands.quorum="
+            f"{quorum} must; start the others, or use islands.quorum={here}"
+        )
 
     def _entry(self) -> int:
         """The round at which an island enters: nobody waits while it fetches the state that is before it."""
@@ -276,11 +329,20 @@ class Membership:
         members, live = found.members.keys(), self._live(number)
         missing = (members & live) - found.have
         if not missing and found.have:
-            found.committed = True
+            self._settle_round(number, found)
         elif members - live and members & live:
             self._close(number, found.members, now)
         elif found.have and now - found.since >= self._spec.grace_seconds:
-            found.committed = True  # those that lack something ask for it again, or for the state of others
+            self._settle_round(number, found)  # those that lack something ask for it again, or for the state of others
+
+    def _settle_round(self, number: int, found: Round) -> None:
+        found.committed = True
+        oldest = number - 2 * self._spec.fragments
+        for member in found.members.keys() & self.islands.keys():
+            told = self.islands[member].told
+            for each in told:
+                each.counts = each.counts or each.round <= number
+            self.islands[member].told = [each for each in told if not each.counts or each.round > oldest]
 
     def _begin_again(self, now: float) -> None:
         """Nobody has the outer state any more: those that are there begin together, from what they have kept."""
@@ -343,7 +405,13 @@ class Membership:
     # What everybody is told.
 
     def state(self) -> Table:
-        queues = {str(number): (island.step, island.queue.runs) for number, island in self.islands.items()}
+        queues = {
+            str(number): {
+                "left": island.queue.runs,
+                "told": [(told.round, told.batches.runs, told.counts) for told in island.told],
+            }
+            for number, island in self.islands.items()
+        }
         return {"fresh": self.fresh, "returned": list(self.returned.runs), "queues": queues}
 
     def table(self) -> Table:

@@ -176,11 +176,12 @@ class OuterState:
         wire = encode(moved, self.spec.bits)
         return Sent(wire, moved.sub_(decode(wire, self.spec.bits, self.dtype)))
 
-    def step(self, fragment: int, sent: Weighted, own: Sent | None) -> tuple[float, float]:
+    def step(self, round_: int, sent: Weighted, own: Sent | None) -> tuple[float, float]:
         """The outer optimizer's step with the mean; returns, of what is at home here, the sum of squares of that, and
         the mean one of what islands are away from it. `own`: what this island has sent, where it is in the mean. In CPU
         memory; may run in a thread beside the training."""
-        state, total = self._fragments[fragment], sum(weight for weight, _ in sent)
+        state, total = self._fragments[self.spec.fragment_of(round_)], sum(weight for weight, _ in sent)
+        rate, momentum = self.spec.outer_optimizer(round_)
         mean = torch.zeros_like(state.weights)
         # Multiplied, then added: what one operation did of both could round otherwise on another processor.
         for weight, wire in sent:
@@ -190,8 +191,8 @@ class OuterState:
         elif own.error is not None:
             assert state.error is not None
             state.error.copy_(own.error)
-        state.momentum.mul_(self.spec.momentum).add_(mean)
-        step = (state.momentum * self.spec.momentum).add_(mean).mul_(self.spec.rate)
+        state.momentum.mul_(momentum).add_(mean)
+        step = (state.momentum * momentum).add_(mean).mul_(rate)
         state.weights.sub_(step)
         away = [(decode(wire, self.spec.bits, self.dtype) - mean).double().square().sum() for _, wire in sent]
         return float(mean.double().square().sum()), float(sum(away)) / len(sent)

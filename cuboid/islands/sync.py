@@ -101,6 +101,8 @@ class Islands:
         self._steps, self._rank = self.run.training.steps, outer.engine.groups.world.index
         self.counts = Counts()
         self.queue = Batches(past.get("left", ()))
+        self._taken = 0
+        """Batches, since this process began."""
         self.round = int(past.get("round", 0))
         """The first that has not begun."""
         self._known: dict[int, dict[str, Any]] = {}
@@ -108,7 +110,7 @@ class Islands:
         self._others: dict[str, Run] = {}
         # Those that were in flight are in the outer state already: only the weights do not follow it yet.
         pending = past.get("pending", ())
-        self._flying = deque(InFlight(round_, None, members={site.number: 0}, batches=runs) for round_, runs in pending)
+        self._flying = deque(InFlight(round_, None, members={site.number: 0}) for round_ in pending)
         for fragment, tokens in enumerate(past.get("tokens", ())):
             outer[fragment].tokens = tokens
         self._jobs: deque[InFlight] = deque()
@@ -133,8 +135,8 @@ class Islands:
                 "running": False,
                 "round": self.round,
                 "left": self.queue.runs,
-                "need": self._needed(step) - sum(count for _, runs in pending for _, _, count in runs),
-                "step": step,
+                "taken": 0,
+                "need": self._needed(step),
                 **{name: past[name] for name in ("state",) if name in past},
             }
             self._client = Client(site.places, site.secret, site.number, said)
@@ -163,6 +165,7 @@ class Islands:
         """Of the global order, for a step counted from 0."""
         if not len(self.queue):
             self._ask_for(max(1, self._needed(step)))
+        self._taken += 1
         return self.queue.take(1).runs[0][0]
 
     def _ask_for(self, count: int) -> None:
@@ -221,7 +224,7 @@ class Islands:
         sent, tokens = self.outer.contribute(fragment), self.outer[fragment].tokens
         self._outbox.put(round_, Held(self._runs[fragment], sent.wire))
         if self._client is not None:
-            self._client.arrive(round_, tokens, len(self.queue), self.spec.due(round_, self._steps))
+            self._client.arrive(round_, tokens, self._taken)
         self.round = round_ + 1
         self._start(InFlight(round_, sent, tokens, done=threading.Event()))
 
@@ -242,12 +245,12 @@ class Islands:
         fragment = self.spec.fragment_of(job.round)
         assert job.members is not None
         takes_part = self.site.number in job.members
-        at_once = self.spec.delay == 0 or self.spec.due(job.round, self._steps) == self._steps
+        at_once = self.spec.applied(job.round, self._steps) == self.spec.due(job.round, self._steps)
         self.outer.apply(fragment, takes_part, at_once)
         for each in job.batches:
             self.queue.add(*each)
         if self._client is not None and job.done is not None:
-            self._client.finish(job.round, list(self.queue.runs))
+            self._client.finish(job.round, list(self.queue.runs), self._taken)
         return Synchronised(job.round, job.members, takes_part, job.seconds, job.square, job.spread)
 
     def _wait_for(self, job: InFlight) -> None:
@@ -287,12 +290,15 @@ class Islands:
                 self._flying.remove(job)
                 self._apply(job)
         state = self._own.broadcast(self._client.state if self._client is not None else None)
+        left = Batches(
+            runs for batches in (self.queue.runs, *(job.batches for job in self._flying)) for runs in batches
+        )
         return {
             "round": self.round,
-            "left": [list(each) for each in self.queue.runs],
+            "left": [list(each) for each in left.runs],
             "state": state,
             "tokens": [self.outer[each].tokens for each in range(self.spec.fragments)],
-            "pending": [[job.round, [list(each) for each in job.batches]] for job in self._flying],
+            "pending": [job.round for job in self._flying],
         }
 
     # The thread's side.
@@ -349,7 +355,7 @@ class Islands:
         else:
             weighted = [(float(tokens), wires[number]) for number, tokens in sorted(news.members.items())]
             with self._state_lock:
-                job.square, job.spread = self.outer.step(fragment, weighted, own)
+                job.square, job.spread = self.outer.step(job.round, weighted, own)
                 self._versions[fragment] = job.round
         if takes_part:
             state.tokens -= job.tokens

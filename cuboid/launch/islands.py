@@ -16,7 +16,6 @@ from cuboid.errors import UserError, up_to
 from cuboid.launch.network import Endpoint, find_interface, is_loopback, listen_if_host, parse_endpoint
 from cuboid.readers import parse_json
 from cuboid.secure_channel import VALUE, found_secret, given_secret, make_secret
-from cuboid.spec.islands import MOST_ISLANDS
 from cuboid.spec.run import Run
 
 if TYPE_CHECKING:
@@ -50,9 +49,17 @@ class IslandOptions:
                 f"islands.count={run.islands.count} needs {missing}; start each island with --island 0, 1, … and the "
                 "same --islands-rendezvous HOST:PORT"
             )
-        if not 0 <= self.island < MOST_ISLANDS:
-            raise UserError(f"island={self.island} is no number of an island; use {up_to(MOST_ISLANDS - 1, 'island=')}")
-        self.endpoints()
+        count, quorum = run.islands.count, run.islands.quorum
+        if not 0 <= self.island < count:
+            raise UserError(
+                f"island={self.island} is none of islands.count={count}; use {up_to(count - 1, 'island=')}, or a "
+                "larger count on all islands"
+            )
+        if len(self.endpoints()) > 1 and 2 * quorum <= count:
+            raise UserError(
+                f"islands.quorum={quorum} of count={count} lets two halves of a broken network decide apart at several "
+                f"places of islands-rendezvous; use islands.quorum={count // 2 + 1}, or one place"
+            )
 
     def endpoints(self) -> list[Endpoint]:
         """Where the islands meet, the first choice first."""

@@ -31,6 +31,10 @@ class IslandsSpec:
     """Islands, each with a layout of its own; 1: none, and nothing else in this table counts."""
     every: int = 32
     """Steps of each island between two synchronisations of one fragment."""
+    ramp_steps: int = 0
+    """Steps in which the distance between synchronisations grows to `every`, from one step on, by doubling: from half
+    of them on it is half of that, from a quarter a quarter. Meanwhile weights are averaged, without `rate` and
+    `momentum`. 0: the distance is `every` from the first step."""
     fragments: int = 1
     """Parts of the model, equally large as far as blocks go, that are synchronised one after another, spread over
     `every` steps."""
@@ -55,9 +59,11 @@ class IslandsSpec:
     def __post_init__(self) -> None:
         check_types(self, "islands")
         require_in_range(self, "islands", ("count", "every", "fragments", "quorum"), low=1)
-        require_in_range(self, "islands", ("delay", "momentum", "grace_seconds"), low=0)
+        require_in_range(self, "islands", ("ramp_steps", "delay", "momentum", "grace_seconds"), low=0)
         require_at_most(
-            {"count": MOST_ISLANDS, "every": 10**6, "fragments": 10**4, "grace_seconds": 10**6}, self, "islands"
+            {"count": MOST_ISLANDS, "every": 10**6, "ramp_steps": 10**9, "fragments": 10**4, "grace_seconds": 10**6},
+            self,
+            "islands",
         )
         if self.bits not in BITS:
             raise UserError(f"islands.bits={self.bits} is unknown; use {either(map(str, BITS))}")
@@ -65,6 +71,11 @@ class IslandsSpec:
             raise UserError(
                 f"islands.delay={self.delay} is not over before the fragment is due again, every={self.every} steps; "
                 f"use delay={self.every - 1} or less"
+            )
+        if 0 < self.ramp_steps < self.every:
+            raise UserError(
+                f"islands.ramp_steps={self.ramp_steps} are over before a distance of every={self.every} steps; use "
+                f"ramp_steps={8 * self.every}, or 0 for none"
             )
         if not 0 < self.mix <= 1:
             raise UserError(f"islands.mix={self.mix:g} is no fraction that moves weights; use mix=0.5, at most 1")
@@ -95,11 +106,16 @@ class IslandsSpec:
 
     def due(self, round_: int, steps: int) -> int:
         """The step after which a round begins."""
-        return min(-(-(round_ + 1) * self.every // self.fragments), steps)
+        return min(_due(self, round_), steps)
 
     def applied(self, round_: int, steps: int) -> int:
-        """The step after which its result is applied."""
-        return min(self.due(round_, steps) + self.delay, steps)
+        """The step after which its result is applied: before the fragment is due again, however short the distance."""
+        due = _due(self, round_)
+        return min(max(due, min(due + self.delay, _due(self, round_ + self.fragments) - 1)), steps)
+
+    def outer_optimizer(self, round_: int) -> tuple[float, float]:
+        """Rate and momentum of a round's step."""
+        return (1.0, 0.0) if _due(self, round_) < self.ramp_steps else (self.rate, self.momentum)
 
     def entered(self, round_: int, steps: int) -> int:
         """The step after which an island begins that enters before a round."""
@@ -117,9 +133,30 @@ class IslandsSpec:
         return BLOCK * self.bits // 8 + (4 if self.bits < 16 else 0)
 
 
+# The ramp has phases, each as long as all before it together, with rounds twice as far apart: the one that ends at
+# `ramp_steps` / 2^h has them `every` / 2^(h + 1) apart, so all have equally many. Behind it is one that never ends.
+
+
+def _halvings(spec: IslandsSpec) -> int:
+    """Of the distance, in the first phase."""
+    return spec.every.bit_length() - 1 if spec.ramp_steps else 0
+
+
+def _due(spec: IslandsSpec, round_: int) -> int:
+    """The step after which a round begins in a training that never ends."""
+    halvings, whole = _halvings(spec), spec.ramp_steps * spec.fragments
+    number = (round_ + 1) * spec.every
+    phase = min(max(number // whole - 1, 0), halvings) if whole else 0
+    return -(-(number - phase * whole) // (spec.fragments << (halvings - phase)))
+
+
 def _rounds_before(spec: IslandsSpec, step: int) -> int:
-    """Rounds that begin before the end of this step: those with ⌈(round + 1) · every / fragments⌉ < step."""
-    return (step - 1) * spec.fragments // spec.every
+    """Rounds that begin before the end of this step."""
+    halvings, done = _halvings(spec), step - 1
+    phase = 0
+    while phase < halvings and done << (halvings - phase - 1) >= spec.ramp_steps:
+        phase += 1
+    return ((done * spec.fragments << (halvings - phase)) + phase * spec.ramp_steps * spec.fragments) // spec.every
 
 
 # Fragments.

@@ -71,9 +71,7 @@ def _check_islands(table: object) -> None:
     if not isinstance(table, dict):
         raise ValueError("has islands that are no table")
     counts = [table.get("round", 0), *_items(table.get("tokens", []), 1), *_runs(table.get("left", []))]
-    for pending in _items(table.get("pending", []), 1):
-        round_, runs = _items(pending, 2)
-        counts += [round_, *_runs(runs)]
+    counts += _items(table.get("pending", []), 1)
     state = table.get("state") or {}
     if not isinstance(state, dict) or not isinstance(queues := state.get("queues", {}), dict):
         raise ValueError("has islands of no state")
@@ -81,8 +79,12 @@ def _check_islands(table: object) -> None:
     for number, queue in queues.items():
         if not (number.isascii() and number.isdigit()):
             raise ValueError("has an island without a number")
-        step, runs = _items(queue, 2)
-        counts += [step, *_runs(runs)]
+        if not isinstance(queue, dict) or not queue.keys() >= {"left", "told"}:
+            raise ValueError("has an island without batches")
+        counts += _runs(queue["left"])
+        for told in _items(queue["told"], 1):
+            round_, runs, _ = _items(told, 3)
+            counts += [round_, *_runs(runs)]
     if any(type(count) is not int or not -(1 << 62) < count < 1 << 62 for count in counts):
         raise ValueError("has islands with counts that are none")
 

@@ -122,7 +122,7 @@ class Simulation:
                 self._tokens[number] = [tokens + seen for tokens in self._tokens[number]]
             self._apply(step)
             for round_ in spec.rounds_due(step, steps):
-                self._synchronise(spec.fragment_of(round_))
+                self._synchronise(round_)
                 self._flying.append(round_)
             self._apply(step)
             if step == steps // 2:
@@ -132,8 +132,9 @@ class Simulation:
         return {name: x.detach().clone() for name, x in self.islands[number].parameters.items()}
 
     @torch.no_grad()
-    def _synchronise(self, fragment: int) -> None:
-        spec = self._spec
+    def _synchronise(self, round_: int) -> None:
+        spec, fragment = self._spec, self._spec.fragment_of(round_)
+        rate, momentum = spec.outer_optimizer(round_)
         weights = [own[fragment] / sum(each[fragment] for each in self._tokens) for own in self._tokens]
         for name in self._fragments[fragment]:
             mean = torch.zeros_like(self.outer[name])
@@ -144,8 +145,8 @@ class Simulation:
                 if spec.bits < 16:
                     errors[name] = moved - arrived
                 mean += weight * arrived
-            self.momentum[name] = spec.momentum * self.momentum[name] + mean
-            self.outer[name] = self.outer[name] - spec.rate * (mean + spec.momentum * self.momentum[name])
+            self.momentum[name] = momentum * self.momentum[name] + mean
+            self.outer[name] = self.outer[name] - rate * (mean + momentum * self.momentum[name])
         for own in self._tokens:
             own[fragment] = 0
 
@@ -154,7 +155,7 @@ class Simulation:
         spec, steps = self._spec, self._run.training.steps
         while self._flying and spec.applied(self._flying[0], steps) <= step:
             round_ = self._flying.pop(0)
-            at_once = spec.delay == 0 or spec.due(round_, steps) == steps
+            at_once = spec.applied(round_, steps) == spec.due(round_, steps)
             mix = 1.0 if at_once else spec.mix
             for name in self._fragments[spec.fragment_of(round_)]:
                 for island in self.islands:

@@ -73,10 +73,10 @@ def test_the_slowest_island_is_waited_for() -> None:
     ).computing == pytest.approx(1 / 2)  # fmt: skip
 
 
-@pytest.mark.parametrize("delay", [0, 3])
-def test_rounds_are_those_of_the_table(delay: int) -> None:
+@pytest.mark.parametrize(("delay", "ramp_steps"), [(0, 0), (3, 0), (3, 16)])
+def test_rounds_are_those_of_the_table(delay: int, ramp_steps: int) -> None:
     """All are begun and applied, at the steps that the engine asks the same table for."""
-    spec = IslandsSpec(count=3, every=5, fragments=3, delay=delay)
+    spec = IslandsSpec(count=3, every=5, ramp_steps=ramp_steps, fragments=3, delay=delay)
     timeline = rounds_over_time(spec, 23, [IslandTimes(1.0)] * 3, [0.1] * 3, 0.01)
     due = [round_ for step in range(1, 24) for round_ in spec.rounds_due(step, 23)]
     assert [each.round for each in timeline.rounds] == due

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from cuboid.errors import UserError
+from cuboid.islands.coordinator import Client
 from cuboid.islands.links import SENT, Counts, Gone, Held, Link, LinkServer, Outbox
 from cuboid.islands.sync import Site
 from cuboid.launch.islands import coordinated, prove_at
@@ -72,6 +74,26 @@ def test_islands_resume_on_other_layouts_and_in_another_number(pool: Pool, tmp_p
         taken = sorted(batch for each in (*first, *then) for batch in each["batches"])
         assert taken == list(range(len(taken))), (before, after, taken)
         assert all(torch.equal(then[0]["weights"][name], x) for each in then for name, x in each["weights"].items())
+
+
+def test_two_of_three_islands_resume_on_other_layouts(pool: Pool, tmp_path: Path) -> None:
+    """From step 4, with rounds after 3, 6, …: what the third one has trained on since its last round goes with it."""
+    settings = (
+        "checkpoint.every=4",
+        "checkpoint.asynchronous=false",
+        "islands.every=3",
+        "islands.fragments=1",
+        "training.steps=14",
+    )
+    layouts = ("dp=1", "tp=2", "dp=2,zero=3")
+    runs = [island_run(tmp_path, each, layout, 3, *settings) for each, layout in enumerate(layouts)]
+    first = train(pool, runs, *({"last": 4},) * 3)
+    assert [len(each["batches"]) for each in first] == [4, 4, 4]
+    layouts = ("dp=2,tp=2", "dp=1")
+    then = train(pool, [island_run(tmp_path, each, layout, 2, *settings) for each, layout in enumerate(layouts)])
+    counts = [*first[0]["batches"], *first[1]["batches"], *first[2]["batches"][:3], *then[0]["batches"]]
+    counts += then[1]["batches"]
+    assert sorted(counts) == list(range(31)), "each batch of the first 31 once: 11 before, 20 after"
 
 
 def test_an_island_is_lost_and_comes_back_as_a_new_one(pool: Pool, tmp_path: Path) -> None:
@@ -134,6 +156,37 @@ def test_another_place_decides_when_the_first_is_lost(pool: Pool) -> None:
         threading.Thread(target=end, daemon=True).start()
         verdict = prove_at(runs, pool, places, SECRET)
     assert verdict["passed"], verdict
+
+
+def joins(number: int, run: str) -> dict[str, Any]:
+    told = {"round": 0, "left": [], "taken": 0, "need": 2, "running": False}
+    return {"run": run, "layout": "dp=1", "addresses": [("127.0.0.1", 1)], **told}
+
+
+def test_where_nobody_decides_is_refused() -> None:
+    silent = socket.create_server(("127.0.0.1", 0))
+    port = silent.getsockname()[1]
+    silent.close()
+    client = Client([("127.0.0.1", port)], SECRET, 0, joins(0, ""), patience=0.3)
+    with pytest.raises(UserError, match=rf"islands-rendezvous=127.0.0.1:{port} did not answer within 0.3 s; start"):
+        client.enter(lambda: None)
+    client.close(for_good=False)
+
+
+def test_who_has_another_secret_or_another_run_is_refused(tmp_path: Path) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    places = [("127.0.0.1", listener.getsockname()[1])]
+    with coordinated(island_run(tmp_path, 0, "dp=1", 2), listener, SECRET):
+        first = Client(places, SECRET, 0, joins(0, "one"))
+        stranger = Client(places, b"another secret of thirty-two bytes", 1, joins(1, "one"))
+        with pytest.raises(UserError, match="does not know this job's secret; give all islands the same"):
+            stranger.enter(lambda: None)
+        time.sleep(0.2)  # whoever comes first has the run that all must have
+        other = Client(places, SECRET, 1, joins(1, "another"))
+        with pytest.raises(UserError, match="this island has another model, data, seed"):
+            other.enter(lambda: None)
+        for each in (first, stranger, other):
+            each.close(for_good=False)
 
 
 def served(wire: torch.Tensor) -> tuple[LinkServer, Counts]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from cuboid.errors import UserError
+from cuboid.islands.batches import Batches
 from cuboid.islands.membership import Membership
+from cuboid.launch.islands import IslandOptions
 from cuboid.spec.island_homes import elements_of, homes, overlap, runs_of_blocks, stage_chunks
 from cuboid.spec.islands import IslandsSpec, fragments_of
 from cuboid.spec.run import Run, build_run, dump_run
@@ -21,6 +25,7 @@ from cuboid.verification.make import verification_run
     [
         ("bits=5", "use 4, 8, 16 or 32"),
         ("delay=32", "use delay=31 or less"),
+        ("ramp_steps=8", "use ramp_steps=256, or 0"),
         ("momentum=1", "below 1"),
         ("mix=0", "at most 1"),
         ("quorum=3", "more than count=2"),
@@ -56,6 +61,24 @@ def test_every_fragment_has_a_round_in_each_interval_and_one_at_the_end() -> Non
         for fragment in range(fragments):
             own = [step for step, each in rounds if spec.fragment_of(each) == fragment and step < steps]
             assert all(later - sooner in (every - 1, every, every + 1) for sooner, later in itertools.pairwise(own))
+
+
+def test_distances_grow_over_the_ramp() -> None:
+    spec = IslandsSpec(count=2, every=8, ramp_steps=16)
+    rounds = [step for step in range(1, 41) if spec.rounds_due(step, 100)]
+    assert rounds == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40]
+    assert [spec.outer_optimizer(each) for each in (0, 6, 7)] == [(1.0, 0.0), (1.0, 0.0), (0.7, 0.9)]
+    source = random.Random(5)
+    for _ in range(200):
+        every, fragments, steps = source.randint(1, 40), source.randint(1, 7), source.randint(1, 300)
+        ramp = source.randint(every, 200)
+        spec = IslandsSpec(count=2, every=every, ramp_steps=ramp, fragments=fragments, delay=source.randrange(every))
+        found = [(step, each) for step in range(1, steps + 1) for each in spec.rounds_due(step, steps)]
+        assert [each for _, each in found] == list(range(len(found)))
+        assert all(spec.due(each, steps) == step <= spec.applied(each, steps) for step, each in found)
+        # A result is applied before the fragment is sent again.
+        pairs = zip(found, found[fragments:], strict=False)
+        assert all(spec.applied(each, steps) <= later for (_, each), (later, _) in pairs)
 
 
 def test_fragments_hold_every_parameter_once_and_are_even() -> None:
@@ -119,12 +142,12 @@ def test_bytes_of_a_block() -> None:
 
 def test_a_round_continues_without_an_island_that_was_lost_and_is_back_already() -> None:
     members = Membership(IslandsSpec(count=2, every=2, grace_seconds=60.0), 20)
-    told = {"round": 0, "left": [], "need": 2, "step": 0, "running": False}
+    told = {"round": 0, "left": [], "taken": 0, "need": 2, "running": False}
     for number in range(2):
         members.join(number, "dp=1", [("host", 1)], told, 0.0)
     members.decide(0.0)
     for number in range(2):
-        members.arrive(number, 0, 100, 0, 2)
+        members.arrive(number, 0, 100, 2)
     members.decide(1.0)
     assert members.rounds[0].members == {0: 100, 1: 100} and not members.rounds[0].committed
     members.lose(1, 1.5)
@@ -139,12 +162,12 @@ def test_a_round_continues_without_an_island_that_was_lost_and_is_back_already()
 def alone(quorum: int = 1) -> tuple[Membership, dict[str, object]]:
     """Two islands, of which the second has closed the first two rounds by itself and is gone."""
     members = Membership(IslandsSpec(count=2, every=2, grace_seconds=1.0, quorum=quorum), 20)
-    told: dict[str, object] = {"round": 0, "left": [], "need": 2, "step": 0, "running": False}
+    told: dict[str, object] = {"round": 0, "left": [], "taken": 0, "need": 2, "running": False}
     for number in range(2):
         members.join(number, "dp=1", [("host", 1)], told, 0.0)
     members.decide(0.0)
     for round_ in range(2):
-        members.arrive(1, round_, 100, 0, 2 * round_ + 2)
+        members.arrive(1, round_, 100, 2 * round_ + 2)
         members.decide(3.0 * round_ + 1)
         members.decide(3.0 * round_ + 2.5)
         members.have(1, round_, members.rounds[round_].version)
@@ -157,7 +180,7 @@ def alone(quorum: int = 1) -> tuple[Membership, dict[str, object]]:
 def test_rounds_that_nobody_left_has_are_open_again() -> None:
     members, told = alone()
     before = {number: found.version for number, found in members.rounds.items()}
-    members.arrive(0, 0, 80, 0, 2)
+    members.arrive(0, 0, 80, 2)
     members.decide(6.5)
     assert members.next == 2, "it may still be back"
     members.decide(7.5)
@@ -175,3 +198,119 @@ def test_islands_that_have_all_started_again_begin_from_what_they_have_kept() ->
     members.decide(6.2)
     members.decide(6.3)
     assert members.begun and members.next == 1 and members.islands[0].settled and not members.islands[1].settled
+
+
+def members_of(count: int, **table: object) -> Membership:
+    """So many islands that have begun together, and take two batches to a round."""
+    members = Membership(IslandsSpec(count=count, every=2, grace_seconds=1.0, **table), 40)  # type: ignore[arg-type]
+    for number in range(count):
+        members.join(
+            number, "dp=1", [("host", 1)], {"round": 0, "left": [], "taken": 0, "need": 2, "running": False}, 0.0
+        )
+    members.decide(0.0)
+    return members
+
+
+def commit(members: Membership, round_: int, there: Sequence[int], now: float) -> None:
+    for number in there:
+        members.arrive(number, round_, 100, 2 * round_ + 2)
+    members.decide(now)
+    for number in there:
+        members.have(number, round_, members.rounds[round_].version)
+    members.decide(now + 0.1)
+    assert members.rounds[round_].committed and set(members.rounds[round_].members) == set(there)
+
+
+def test_batches_of_a_lost_island_go_to_the_others() -> None:
+    """Also those of a round that was closed with it, but not committed."""
+    members = members_of(3)
+    commit(members, 0, range(3), 0.1)
+    for number in range(3):
+        members.arrive(number, 1, 100, 4)
+    members.decide(0.2)
+    members.lose(2, 0.3)
+    members.decide(0.4)
+    assert members.rounds[1].members.keys() == {0, 1}
+    for number in range(2):
+        members.have(number, 1, members.rounds[1].version)
+    members.decide(0.5)
+    members.decide(2.0)
+    trained = {batch for number in (0, 1) for batch in members.islands[number].told[-1].batches}
+    trained |= {0, 1, 2, 3, 4, 5}  # of the first round, all three
+    granted = [batch for island in members.islands.values() for batch in island.queue]
+    left = trained | set(granted) | set(members.returned)
+    assert left == set(range(members.fresh)), "every batch is trained on, granted, or waits"
+    assert len(members.returned) == 4, "what the third one had for the rounds 1 and 2"
+    commit(members, 2, (0, 1), 2.1)
+    assert not len(members.returned) and members.fresh == 18
+
+
+def test_an_island_that_was_away_continues_if_nobody_has_taken_its_batches() -> None:
+    for others_continue in (False, True):
+        members = members_of(2)
+        commit(members, 0, range(2), 0.1)
+        queue = list(members.islands[1].queue.runs)
+        said = {"round": 1, "left": queue, "taken": 2, "running": True, "rounds": {}}
+        members.lose(1, 0.2)
+        members.decide(3.0)
+        assert 1 not in members.islands and len(members.returned) == 2
+        if others_continue:
+            commit(members, 1, (0,), 3.1)
+        assert members.is_apart(1, said) == others_continue
+        if not others_continue:
+            members.join(1, "dp=1", [("host", 1)], said, 3.2)
+            assert not len(members.returned) and members.islands[1].queue.runs == queue
+
+
+def test_a_beginning_without_enough_islands_is_given_up() -> None:
+    members = Membership(IslandsSpec(count=3, quorum=2, grace_seconds=1.0), 40)
+    told = {"round": 0, "left": [], "taken": 0, "need": 2, "running": False}
+    members.join(0, "dp=1", [("host", 1)], told, 0.0)
+    members.decide(5.0)
+    assert not members.waits_in_vain(5.0, 600.0)
+    assert "only 1 of islands.count=3 came within 601 s, and islands.quorum=2" in members.waits_in_vain(601.0, 600.0)
+    members.join(1, "dp=1", [("host", 1)], told, 602.0)
+    members.decide(602.0)
+    assert members.begun and not members.waits_in_vain(1300.0, 600.0)
+
+
+@pytest.mark.parametrize(
+    ("island", "places", "settings", "sentence"),
+    [
+        (2, "a:1", ["count=2"], "island=2 is none of islands.count=2; use island=0 to island=1, or a larger"),
+        (0, "a:1,b:1", ["count=2"], "islands.quorum=1 of count=2 lets two halves .* use islands.quorum=2, or one"),
+        (0, None, ["count=2"], "needs --islands-rendezvous"),
+        (0, "a:1", ["count=1"], "has no islands"),
+    ],
+)
+def test_islands_that_cannot_meet_are_refused(
+    island: int, places: str | None, settings: list[str], sentence: str
+) -> None:
+    run = build_run({"model": "tiny-llama"}, [f"islands.{each}" for each in settings])
+    with pytest.raises(UserError, match=sentence):
+        IslandOptions(island=island, rendezvous=places).check(run)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_fewer_islands_resume_without_a_gap(ahead: bool) -> None:
+    """From a state after round 0; one of three does not come back, which may have been further already."""
+    members = members_of(3)
+    commit(members, 0, range(3), 0.1)
+    if ahead:
+        members.arrive(2, 1, 100, 4)
+        members.decide(0.2)
+    state = json.loads(json.dumps(members.state()))
+    left = {number: list(members.islands[number].queue.runs) for number in (0, 1)}
+    again = Membership(IslandsSpec(count=2, every=2), 40)
+    for number in (0, 1):
+        said = {"round": 1, "left": left[number], "taken": 0, "need": 1, "running": False, "state": state}
+        again.join(number, "dp=1", [("host", 1)], said, 0.0)
+    again.decide(0.0)
+    granted = [batch for island in again.islands.values() for batch in island.queue]
+    assert sorted(granted + list(again.returned)) == list(range(6, again.fresh)), "the first six are trained on"
+
+
+def test_runs_of_batches_are_claimed_whole_or_not_at_all() -> None:
+    runs = Batches([(0, 2, 5), (20, 1, 1)])
+    assert not runs.claim(Batches([(4, 1, 2)])) and list(runs) == [0, 2, 4, 6, 8, 20]
+    assert runs.claim(Batches([(4, 16, 2)])) and list(runs) == [0, 2, 6, 8]
