@@ -13,10 +13,11 @@ from cuboid.errors import UserError, nearest_names
 from cuboid.planning.choose import cheapest, fewest, plans
 from cuboid.planning.export.engines import FIXED, export
 from cuboid.planning.plan import GIB, Plan, amount, dump_plan, error_line, losses
-from cuboid.planning.question import Question, parse_fixed, parse_memory, precision_on
+from cuboid.planning.question import Question, common_precision, parse_fixed, parse_memory, precision_on
 from cuboid.readers import write_output
 from cuboid.schedule.table import uncollected
-from cuboid.spec.cluster import ClusterSpec, load_cluster
+from cuboid.spec.cluster import ClusterSpec
+from cuboid.spec.groups import Groups, load_groups
 from cuboid.spec.model import ModelSpec, load_model
 from cuboid.spec.optimizer import OptimizerSpec
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from cuboid.planning.generation import GenerationPlan
+    from cuboid.planning.islands import Ask
 
 OBJECTIVES = ("time", "cost", "memory", "gpus")
 
@@ -65,15 +67,24 @@ def command(
     beyond: Annotated[bool, typer.Option("--beyond", help="Also layouts Cuboid's engine cannot train yet.")] = False,
     tokens: Annotated[float | None, typer.Option(help="Tokens to train on; says how many days that takes.")] = None,
     days: Annotated[float | None, typer.Option(help="Days to train in, for --objective gpus.")] = None,
+    islands: Annotated[
+        str | None, typer.Option(help="On a file of groups: decide fields of [islands], as in every=64,bits=4.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the best plan as a run file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Find the best layouts of a model on a cluster.
+    """Find the best layouts of a model on a cluster. A file of several groups: one training with an island on each.
 
     Example: cuboid plan gpt3-175b a100-80gx1024 --global-batch 1536 --seq 2048 -o plan.toml
     Example: cuboid plan llama3-70b h100x8 --for generate --prompt-tokens 1024 --output-tokens 256
     """
-    place = load_cluster(cluster)
+    groups = load_groups(cluster)
+    several = len(groups.groups) > 1
+    if several:
+        _check_groups(groups, cluster, purpose, for_engine, engine, objective)
+    elif islands:
+        raise UserError(f"--islands {islands} is for a cluster file with several groups; {cluster} has one")
+    place = groups.groups[0].cluster
     if purpose == "generate":
         sizes = (prompt_tokens, output_tokens)
         chosen = precision_on(place, precision)
@@ -86,23 +97,32 @@ def command(
         raise UserError(f"a plan for training needs the batch; add {missing}")
     if fp8_experts and precision != "fp8":
         raise UserError("--fp8-experts is for --precision fp8; add it")
-    question = Question(
-        model=load_model(model),
-        cluster=place,
-        global_batch=global_batch,
-        sequence=seq,
-        precision=precision_on(place, precision),
-        optimizer=optimizer,
-        average=OptimizerSpec(average=average).average,
-        gradient_sums=gradient_sums,
-        fp8_scaling=fp8_scaling,
-        fp8_experts=fp8_experts,
-        engine=for_engine or engine,
-        target=for_engine or "",
-        fixed=_fixed(for_engine, parse_fixed(fix or [])),
-        memory_limit=parse_memory(max_memory, place.memory_gib * GIB) if max_memory else None,
-        beyond_engine=beyond,
-    )
+    spec, given = load_model(model), _fixed(for_engine, parse_fixed(fix or []))
+    alike = common_precision(groups, precision)
+
+    def ask(place: ClusterSpec, global_batch: int) -> Question:
+        return Question(
+            model=spec,
+            cluster=place,
+            global_batch=global_batch,
+            sequence=seq or 1,
+            precision=alike,
+            optimizer=optimizer,
+            average=OptimizerSpec(average=average).average,
+            gradient_sums=gradient_sums,
+            fp8_scaling=fp8_scaling,
+            fp8_experts=fp8_experts,
+            engine=for_engine or engine,
+            target=for_engine or "",
+            fixed=given,
+            memory_limit=parse_memory(max_memory, place.memory_gib * GIB) if max_memory else None,
+            beyond_engine=beyond,
+        )
+
+    if several:
+        _answer_islands(groups, ask, global_batch, islands, tokens, output, as_json)
+        return
+    question = ask(place, global_batch)
     found = _answer(question, objective or "time", top, tokens, days)
     if for_engine:
         export(found[0], for_engine)  # names what its files lack: a model, a precision
@@ -115,6 +135,42 @@ def command(
     from rich.console import Console
 
     show(Console(highlight=False), found, output, tokens)
+
+
+def _check_groups(
+    groups: Groups, cluster: str, purpose: str, for_engine: str | None, engine: str, objective: str | None
+) -> None:
+    one = f"name one group, as in {cluster}:{groups.groups[0].name}"
+    asked = {"for": (purpose, "train"), "for-engine": (for_engine, None), "engine": (engine, "cuboid")}
+    for name, (value, usual) in (asked | {"objective": (objective or "time", "time")}).items():
+        if value != usual:
+            raise UserError(f"{name}={value} is for accelerators of one group, and {cluster} has several; {one}")
+
+
+@uncollected()
+def _answer_islands(
+    groups: Groups,
+    ask: Ask,
+    global_batch: int,
+    islands: str | None,
+    tokens: float | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    from cuboid.cli import plan_islands as told
+    from cuboid.planning.island_file import dump_islands_plan
+    from cuboid.planning.islands import parse_wanted, plan_islands
+
+    found = plan_islands(groups, ask, global_batch, parse_wanted(islands or ""))
+    if output is not None:
+        write_output(output, dump_islands_plan(found, tokens or 0.0))
+    if as_json:
+        days = {"days": tokens / found.tokens_per_second / 86400} if tokens else {}
+        print(json.dumps(told.as_json(found) | days))
+        return
+    from rich.console import Console
+
+    told.show(Console(highlight=False), found, str(output) if output else "", tokens)
 
 
 def _fixed(target: str | None, decided: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from cuboid.cli.options import Oversubscribe
 from cuboid.errors import UserError, up_to
 from cuboid.launch.islands import IslandOptions, with_own_folders
 from cuboid.launch.start import NodeOptions, train_run
+from cuboid.planning.island_file import plans_islands, with_island
 from cuboid.readers import read_json, read_toml
 from cuboid.resilience.faults import VARIABLE, parse_faults
 from cuboid.resilience.goodput import read_spent
@@ -82,6 +83,8 @@ def command(
     Example: cuboid train examples/demo.toml --layout dp=4,pp=2 --set training.steps=20
     """
     table: dict[str, Any] = dict(read_toml(file)) if file is not None else {"model": "tiny-llama"}
+    if island is not None and plans_islands(table) and layout is None:
+        table = dict(with_island(table, island))
     if layout is not None:
         table["layout"] = layout
     if model is not None:  # what the run file names lies beside it, what the command line names lies here

@@ -192,14 +192,17 @@ def predict_computing(
         transfer_seconds(peers * size, link_bytes_per_second, latency, peers * connections) + latency for size in sizes
     ]
     decide = 2 * latency  # there and back, to the coordinator
-    endless = not steps
-    if endless:
-        steps, skip = 8 * every, 4 * every
-    elif skip < 0:
-        skip = min(every, steps - 1)
+    if not steps:
+        return endless(spec, times, transfers, decide)
+    return summary(
+        rounds_over_time(spec, steps, times, transfers, decide), min(every, steps - 1) if skip < 0 else skip, steps
+    )
+
+
+def endless(spec: IslandsSpec, islands: Sequence[IslandTimes], transfers: Sequence[float], decide: float) -> Prediction:
+    """Of a training that never ends, from its fourth interval on."""
     # One interval more, so that the rounds after the very last step are none of those that are counted.
-    timeline = rounds_over_time(spec, steps + every if endless else steps, times, transfers, decide)
-    return summary(timeline, skip, steps)
+    return summary(rounds_over_time(spec, 9 * spec.every, islands, transfers, decide), 4 * spec.every, 8 * spec.every)
 
 
 def summary(timeline: Timeline, skip: int, steps: int) -> Prediction:

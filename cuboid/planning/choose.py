@@ -59,6 +59,12 @@ def plans(question: Question, *, top: int = 5, objective: str = "time") -> list[
     return _completed(question, _ranked(question, top, objective), top, objective)
 
 
+def fastest(question: Question) -> Plan:
+    """The best plan for the whole cluster, without reasons and advice."""
+    own = isinstance(question.model, PythonModelSpec)
+    return own_plans(question, 1, "time")[0] if own else _ranked(question, 1, "time").plans[0]
+
+
 @dataclass(frozen=True)
 class Ranked:
     """Plans, best first, and the layouts in closed form that they were simulated from."""

@@ -104,7 +104,7 @@ class Plan(Refined):
     @property
     def run(self) -> Run:
         """What `cuboid train` does with the plan."""
-        return self.run_with(_table(self))
+        return self.run_with(plan_table(self))
 
     def run_with(self, table: dict[str, object]) -> Run:
         """The same with less in its `[plan]`, which takes longest to make."""
@@ -161,6 +161,8 @@ def load_plan(path: str | Path) -> Plan:
 def plan_of(run: Run, where: str = "plan") -> Plan:
     """The plan a run carries."""
     table = run.plan
+    if "islands" in table:
+        raise UserError(f"{where} plans several islands; add --island 0 for the first, or plan for one group")
     try:
         question = Question(
             model=run.model,
@@ -219,7 +221,7 @@ def with_notes(plan: Plan, reasons: list[str], warnings: list[str], others: list
     return replace(plan, reasons=tuple(reasons), warnings=tuple(warnings), alternatives=alternatives)
 
 
-def _table(plan: Plan) -> dict[str, object]:
+def plan_table(plan: Plan) -> dict[str, object]:
     question = plan.question
     return {
         "cluster": _cluster_entry(question.cluster),

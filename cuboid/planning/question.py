@@ -11,6 +11,7 @@ from cuboid.errors import UserError, either, nearest_names
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.coding import convert
 from cuboid.spec.fitting import check_fp8
+from cuboid.spec.groups import Groups
 from cuboid.spec.layout import Layout, parse_layout_fields, require_positive
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.plugin import PythonModelSpec
@@ -207,6 +208,12 @@ def precision_on(cluster: ClusterSpec, asked: str | None) -> str:
     if asked in ("bf16", "fp8") and asked not in cluster.peak_tflops:
         raise UserError(f"precision={asked} is not in {cluster.accelerator}; use precision={usual}")
     return asked or usual
+
+
+def common_precision(groups: Groups, asked: str | None) -> str:
+    """That of all groups, which train one model alike."""
+    found = [precision_on(group.cluster, asked) for group in groups.groups]
+    return asked or next(name for name in ("float32", "fp16", *found) if name in found)
 
 
 def parse_fixed(parts: Sequence[str]) -> dict[str, Any]:

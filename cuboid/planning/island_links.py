@@ -1,0 +1,105 @@
+"""What islands send to one another over the links of a cluster file, and how long that takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from cuboid.cost.rounds import transfer_seconds
+from cuboid.spec.groups import Group, Groups
+from cuboid.spec.island_homes import ANSWER, FRAME, REQUEST, messages, runs_of_blocks
+from cuboid.spec.islands import IslandsSpec, fragments_of
+from cuboid.spec.model import ModelSpec
+from cuboid.spec.run import Run
+
+
+def fragment_bytes(spec: IslandsSpec, model: ModelSpec, precision: str = "bf16") -> list[int]:
+    """Of the blocks of each fragment: what one island sends to another but for questions and framing."""
+    size = spec.block_bytes(precision)
+    return [size * fragment.blocks for fragment in fragments_of(model, spec.fragments)]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one island sends to another one for a round."""
+
+    bytes: int
+    connections: int
+    """Between their ranks."""
+
+
+def sent_between(run: Run, other: Run, fragment: int) -> Sent:
+    """The sum over all ranks of what `island_homes.wire_bytes` says of one."""
+    size = run.islands.block_bytes(run.training.weights)
+    here, there = _homes(run, fragment), _homes(other, fragment)
+    total, pairs = 0, set()
+    first = 0
+    for low, high, rank in here:
+        while first < len(there) and there[first][1] <= low:
+            first += 1
+        place = first
+        while place < len(there) and there[place][0] < high:
+            begin, stop, peer = there[place]
+            blocks = min(high, stop) - max(low, begin)
+            total += ANSWER + FRAME + blocks * size + FRAME * messages(blocks, size) + REQUEST + FRAME
+            pairs.add((rank, peer))
+            place += 1
+    return Sent(total, len(pairs))
+
+
+def _homes(run: Run, fragment: int) -> list[tuple[int, int, int]]:
+    """Runs of blocks with their ranks, in order; none overlap."""
+    ranks = range(run.layout.world_size)
+    return sorted((*each, rank) for rank in ranks for each in runs_of_blocks(run, fragment, rank))
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The links that the traffic of some groups crosses, each an island."""
+
+    groups: Groups
+    members: tuple[Group, ...]
+
+    def seconds(self, sent: Sequence[Sequence[Sent]]) -> float:
+        """Until all have fetched from all others. `sent`: by sender, then by receiver."""
+        of_link: Counter[frozenset[str]] = Counter()
+        of_uplink: Counter[str] = Counter()
+        connections: Counter[frozenset[str] | str] = Counter()
+        for source, group in enumerate(self.members):
+            for target, other in enumerate(self.members):
+                if source == target:
+                    continue
+                pair, own = frozenset((group.site, other.site)), sent[source][target]
+                if source < target:  # a link carries as much in the other direction
+                    of_link[pair] += own.bytes
+                    connections[pair] += own.connections
+                if len(pair) == 2:
+                    of_uplink[group.site] += own.bytes
+                    connections[group.site] += own.connections
+        found = []
+        for first, second in combinations(self.members, 2):
+            link, pair = self.groups.link(first, second), frozenset((first.site, second.site))
+            found.append(transfer_seconds(of_link[pair], link.rate, link.latency, connections[pair]) + link.latency)
+        for group in self.members:
+            rate = self.groups.uplink(group)
+            if rate is not None and of_uplink[group.site]:
+                latency = self._farthest(group)
+                seconds = transfer_seconds(of_uplink[group.site], rate, latency, connections[group.site])
+                found.append(seconds + latency)
+        return max(found)
+
+    def _farthest(self, group: Group) -> float:
+        """Seconds to the island that is farthest from one."""
+        return max(self.groups.link(group, other).latency for other in self.members if other is not group)
+
+    @property
+    def coordinator(self) -> Group:
+        """The island where all should meet: the one nearest to the farthest other."""
+        return min(self.members, key=self._farthest)
+
+    @property
+    def decide(self) -> float:
+        """Seconds to there and back."""
+        return 2 * self._farthest(self.coordinator)

@@ -1,0 +1,366 @@
+"""Which groups of a cluster file become islands of one training, with which layouts, and how they synchronise.
+
+All islands take batches of the same size, so the slowest one sets the pace: groups are tried as the fastest one or two,
+three … of them. For each number the batch is shared out, each island gets its own best layout, and the table [islands]
+is the mildest one with which the links cost less than a twentieth of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
+
+from cuboid.cost.island_loss import ExpectedLoss, expected_loss
+from cuboid.cost.rounds import IslandTimes, Prediction, Timeline, endless, rounds_over_time
+from cuboid.errors import UserError
+from cuboid.planning.choose import fastest, plans
+from cuboid.planning.island_links import Paths, Sent, fragment_bytes, sent_between
+from cuboid.planning.plan import Plan
+from cuboid.planning.question import Question
+from cuboid.planning.search import search
+from cuboid.spec.cluster import ClusterSpec, LinkTier
+from cuboid.spec.coding import decode, field_types, parse_text, require_known
+from cuboid.spec.groups import Group, Groups
+from cuboid.spec.islands import IslandsSpec
+from cuboid.spec.run import Run
+
+COMPUTING = 0.95
+"""Fraction of the time that the slowest island should compute."""
+EVERY = (32, 64, 128, 256, 512)
+"""Steps between synchronisations: the literature's laws are fitted at 30, and a longer interval learns less."""
+BITS = (8, 4)
+"""What is proven here to learn like data parallelism, then half of that."""
+FRAGMENTS = (1, 2, 4, 8, 16)
+DELAYS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+LATEST = 4
+"""A delay is at most this fraction of the interval: what is mixed in later is old."""
+
+# Seconds of one core for each number at home, measured with the engine's own operations.
+ENCODE = {32: 3e-9, 16: 3e-9, 8: 8.5e-9, 4: 10.7e-9}
+"""Subtract, round, and keep what rounding lost: between two steps."""
+DECODE, STEP = 21e-9, 14.5e-9
+"""Beside the training: what one island has sent, and the outer optimizer's step."""
+
+Ask = Callable[[ClusterSpec, int], Question]
+"""The user's question about a cluster, with a global batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Other:
+    """A way to train without islands."""
+
+    name: str
+    layout: str
+    step_seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class IslandsPlan:
+    """Islands that train one model, each with its own plan."""
+
+    groups: Groups
+    names: tuple[str, ...]
+    """Of the groups that are islands, in the order of their numbers."""
+    plans: tuple[Plan, ...]
+    spec: IslandsSpec
+    times: tuple[IslandTimes, ...]
+    transfers: tuple[float, ...]
+    """Seconds of each fragment, until all islands have fetched it."""
+    decide: float
+    sent: tuple[int, ...]
+    """Bytes that each island sends in `every` steps."""
+    computing: float
+    """The fraction of its time that the slowest island computes."""
+    """… but for what it waits for rounds and does between steps."""
+    hidden: float
+    """The fraction of rounds, from the last arrival until they are done, in which the slowest island did not wait."""
+    step_seconds: float
+    """Of each island's step on average, with all waiting."""
+    loss: ExpectedLoss
+    alone: Other | None = None
+    """The fastest group without the others."""
+    one_job: Other | None = None
+    """All groups as one job, its collectives on the slow links."""
+    one_job_refused: str = ""
+    """Why there is none."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def members(self) -> tuple[Group, ...]:
+        return tuple(next(group for group in self.groups.groups if group.name == name) for name in self.names)
+
+    @property
+    def coordinator(self) -> str:
+        """Where islands should meet."""
+        return Paths(self.groups, self.members).coordinator.name
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(plan.question.global_batch * plan.question.sequence for plan in self.plans) / self.step_seconds
+
+    @property
+    def host_bytes(self) -> tuple[float, ...]:
+        """CPU memory of a node of each island, for outer weights, momentum and what rounding lost."""
+        numbers = 3 if self.spec.bits < 16 else 2
+        return tuple(
+            4.0 * numbers * plan.question.model.parameters / plan.question.cluster.nodes for plan in self.plans
+        )
+
+    def run(self, number: int) -> Run:
+        """What one island trains, without its plan."""
+        plan = self.plans[number]
+        return replace(plan.run_with({}), islands=self.spec)
+
+    def timeline(self, steps: int) -> Timeline:
+        return rounds_over_time(self.spec, steps, self.times, self.transfers, self.decide)
+
+
+def parse_wanted(text: str) -> dict[str, Any]:
+    """`every=64,bits=4` as fields of [islands]."""
+    types = {name: hint for name, hint in field_types(IslandsSpec).items() if name != "count"}
+    wanted: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise UserError(f"islands={part} is no field with a value; write it like every=64,bits=4")
+        require_known(name, types, "islands")
+        wanted[name] = parse_text(value, types[name], f"islands.{name}")
+    decode(IslandsSpec, {"count": 2, **wanted}, "islands")
+    return wanted
+
+
+def plan_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping[str, Any]) -> IslandsPlan:
+    """`global_batch`: sequences in a step of all islands together. `wanted`: fields of [islands] the user decides."""
+    by_speed = _by_speed(groups, ask, global_batch)
+    best: IslandsPlan | None = None
+    for count in range(2, len(by_speed) + 1):
+        members = tuple(group for group in groups.groups if group in by_speed[:count])
+        try:
+            found = _planned(groups, members, ask, share(global_batch, count), wanted)
+        except UserError:
+            if best is None and count == len(by_speed):
+                raise
+            continue
+        if best is None or found.tokens_per_second > best.tokens_per_second:
+            best = found
+    if best is None:
+        raise UserError(
+            f"{groups.name} has {len(by_speed)} group that fits the model; name it, as in {groups.name}.toml:"
+            f"{by_speed[0].name}"
+        )
+    return _compared(best, ask, global_batch, by_speed)
+
+
+def share(global_batch: int, count: int) -> int:
+    """The batch of one of `count` islands: where that is no whole number, a round one near it."""
+    if global_batch % count == 0:
+        return global_batch // count
+    exact = global_batch / count
+    step = max(1, 1 << max(0, int(exact).bit_length() - 4))
+    return max(step, round(exact / step) * step)
+
+
+def _by_speed(groups: Groups, ask: Ask, global_batch: int) -> list[Group]:
+    """Those that fit the model, the fastest first."""
+    found: list[tuple[float, int, Group]] = []
+    refused: UserError | None = None
+    for place, group in enumerate(groups.groups):
+        try:
+            question = ask(group.cluster, share(global_batch, len(groups.groups)))
+        except UserError as reason:
+            refused = reason
+            continue
+        scores = search(question, group.cluster.accelerators, keep=1)
+        if len(scores.space):
+            found.append((float(scores.seconds[0]), place, group))
+    if not found:
+        if refused is not None:
+            raise refused
+        first = groups.groups[0]
+        fastest(ask(first.cluster, global_batch))  # says what does not fit
+    return [group for _, _, group in sorted(found, key=lambda each: each[:2])]
+
+
+def _planned(
+    groups: Groups, members: tuple[Group, ...], ask: Ask, batch: int, wanted: Mapping[str, Any]
+) -> IslandsPlan:
+    known: dict[ClusterSpec, Plan] = {}
+    chosen = []
+    for group in members:
+        like = replace(group.cluster, name="")
+        if like not in known:
+            known[like] = plans(ask(group.cluster, batch), top=1)[0]
+        chosen.append(replace(known[like], question=ask(group.cluster, batch)))
+    paths = Paths(groups, members)
+    spec = _mildest(paths, chosen, wanted)
+    times = tuple(island_times(plan, spec) for plan in chosen)
+    model = chosen[0].question.model
+    runs = [replace(plan.run_with({}), islands=spec) for plan in chosen]
+    transfers, sent = [], [0] * len(members)
+    for fragment in range(spec.fragments):
+        between = [[sent_between(own, other, fragment) for other in runs] for own in runs]
+        transfers.append(paths.seconds(between))
+        for number, row in enumerate(between):
+            sent[number] += sum(each.bytes for place, each in enumerate(row) if place != number)
+    prediction = endless(spec, times, transfers, paths.decide)
+    seconds = _seconds(times, prediction)
+    slowest = max(each.step for each in times)
+    return IslandsPlan(
+        groups=groups,
+        names=tuple(group.name for group in members),
+        plans=tuple(chosen),
+        spec=spec,
+        times=times,
+        transfers=tuple(transfers),
+        decide=paths.decide,
+        sent=tuple(sent),
+        computing=slowest / seconds,
+        hidden=_hidden(prediction.timeline, spec),
+        step_seconds=seconds,
+        loss=expected_loss(model.active_parameters, len(members), spec.every),
+    )
+
+
+def _seconds(times: Sequence[IslandTimes], prediction: Prediction) -> float:
+    """Of a step on average: all islands take as many in the same time."""
+    return min(each.step for each in times) / prediction.computing
+
+
+def _hidden(timeline: Timeline, spec: IslandsSpec) -> float:
+    """Fast islands wait for slow ones however fast the link: so only what all of them wait counts."""
+    found = []
+    for each in timeline.rounds:
+        whole = each.done - max(each.arrived)
+        if spec.every < each.due <= 8 * spec.every:
+            found.append(1 - min(min(each.waited), whole) / whole if whole > 0 else 1.0)
+    return sum(found) / len(found)
+
+
+def island_times(plan: Plan, spec: IslandsSpec) -> IslandTimes:
+    """What a round costs one island: its numbers travel to their homes, to CPU memory, and back."""
+    question = plan.question
+    machine = question.machine
+    numbers = question.model.parameters / spec.fragments / plan.layout.world_size
+    moved = 4.0 * numbers * (1 / machine.chip.host_link + 1 / machine.fabric.outer_bandwidth)
+    return IslandTimes(
+        step=plan.seconds,
+        encode=moved + ENCODE[spec.bits] * numbers,
+        outer=(STEP + DECODE * spec.count) * numbers,
+        apply=moved,
+    )
+
+
+def _mildest(paths: Paths, chosen: Sequence[Plan], wanted: Mapping[str, Any]) -> IslandsSpec:
+    """The table with which the slowest island computes enough: the shortest interval, then the most bits, the shortest
+    delay and the fewest fragments; where none is enough, the one with which it computes most."""
+    best: tuple[float, IslandsSpec] | None = None
+    ranks = max(plan.layout.world_size for plan in chosen)
+    slowest = max(plan.seconds for plan in chosen)
+    for spec in _specs(chosen, wanted):
+        pairs = len(chosen)
+        sizes = fragment_bytes(spec, chosen[0].question.model)
+        transfers = [paths.seconds([[Sent(size, ranks)] * pairs] * pairs) for size in sizes]
+        times = [island_times(plan, spec) for plan in chosen]
+        computing = slowest / _seconds(times, endless(spec, times, transfers, paths.decide))
+        if computing >= COMPUTING:
+            return spec
+        if best is None or computing > best[0]:
+            best = computing, spec
+    assert best is not None
+    return best[1]
+
+
+def _specs(chosen: Sequence[Plan], wanted: Mapping[str, Any]) -> Iterator[IslandsSpec]:
+    model = chosen[0].question.model
+    most = model.layers + model.prediction_layers + 2
+
+    def of(name: str, usual: Sequence[int]) -> Sequence[int]:
+        return (wanted[name],) if name in wanted else usual
+
+    given = {name: value for name, value in wanted.items() if name not in ("every", "bits", "delay", "fragments")}
+    for every in of("every", EVERY):
+        for bits in of("bits", BITS):
+            for delay in of("delay", [each for each in DELAYS if each * LATEST <= every]):
+                for fragments in of("fragments", [each for each in FRAGMENTS if each <= min(most, every)]):
+                    table = {"every": every, "bits": bits, "delay": delay, "fragments": fragments, **given}
+                    spec = decode(IslandsSpec, {**table, "count": len(chosen)}, "islands")
+                    spec.check_model(model)
+                    yield spec
+
+
+# Without islands.
+
+
+def _compared(best: IslandsPlan, ask: Ask, global_batch: int, by_speed: list[Group]) -> IslandsPlan:
+    """With what else could be done with the same groups."""
+    alone = None
+    for group in by_speed:
+        found = _other(group.name, ask, group.cluster, global_batch)
+        if isinstance(found, Other) and (alone is None or found.tokens_per_second > alone.tokens_per_second):
+            alone = found
+    together = _other("one job", ask, as_one_job(best.groups), global_batch)
+    notes = []
+    batch = sum(plan.question.global_batch for plan in best.plans)
+    if batch != global_batch:
+        notes.append(
+            f"{len(best.plans)} islands take {batch} sequences in a step, not {global_batch}, which does not divide"
+        )
+    left = [group.name for group in best.groups.groups if group.name not in best.names]
+    if left:
+        notes.append(f"without {' and '.join(left)}: all islands would wait for the slowest one")
+    if alone is not None and alone.tokens_per_second >= best.tokens_per_second:
+        notes.append(f"{alone.name} alone is as fast: plan for {best.groups.name}.toml:{alone.name}")
+    if isinstance(together, Other) and together.tokens_per_second >= best.tokens_per_second:
+        notes.append("one job over the links is as fast: islands gain nothing here")
+    if best.computing < COMPUTING:
+        notes.append(f"the links are too slow for islands to compute {COMPUTING:.0%} of the time")
+    for number, held in enumerate(best.host_bytes):
+        room = best.plans[number].question.cluster.host_memory_gib
+        if room and held > room * 2**30:
+            notes.append(
+                f"{best.names[number]} needs {held / 2**30:.1f} GiB of CPU memory a node for outer weights and has "
+                f"{room:g}"
+            )
+    one = together if isinstance(together, Other) else None
+    return replace(best, alone=alone, one_job=one, one_job_refused="" if one else str(together), notes=tuple(notes))
+
+
+def _other(name: str, ask: Ask, cluster: ClusterSpec, global_batch: int) -> Other | UserError:
+    try:
+        question = ask(cluster, global_batch)
+        plan = fastest(question)
+    except UserError as reason:
+        return reason
+    rate = global_batch * question.sequence / plan.seconds
+    return Other(name=name, layout=str(plan.layout), step_seconds=plan.seconds, tokens_per_second=rate)
+
+
+def as_one_job(groups: Groups) -> ClusterSpec:
+    """All groups as one cluster: accelerators as slow and as small as the worst of them, and beyond the smallest group
+    one tier with the slowest link, in equal parts for the accelerators of the smallest group."""
+    clusters = [group.cluster for group in groups.groups]
+    kinds = set.intersection(*(set(cluster.peak_tflops) for cluster in clusters))
+    slowest = min(clusters, key=lambda cluster: min(cluster.peak_tflops.get(kind, 0.0) for kind in kinds or {"bf16"}))
+    smallest = min(cluster.accelerators for cluster in clusters)
+    total = groups.accelerators
+    rate = min(link.rate for link in groups.links)
+    uplinks = [found for group in groups.groups if (found := groups.uplink(group)) is not None]
+    latency = max(link.latency for link in groups.links)
+    inner = {min(tier.size, smallest): tier for tier in reversed(slowest.tiers)}
+    tiers = [replace(inner[size], size=size) for size in sorted(inner)]
+    wide = LinkTier(name="sites", size=total, bandwidth=min([rate, *uplinks]) / smallest / 1e9, latency=latency * 1e6)
+    per_node = gcd(*(cluster.accelerators_per_node for cluster in clusters))
+    return replace(
+        slowest,
+        name=groups.name,
+        nodes=total // per_node,
+        accelerators_per_node=per_node,
+        tiers=(*tiers, wide),
+        peak_tflops={kind: min(cluster.peak_tflops[kind] for cluster in clusters) for kind in kinds},
+        memory_gib=min(cluster.memory_gib for cluster in clusters),
+        memory_bandwidth=min(cluster.memory_bandwidth for cluster in clusters),
+        host_memory_gib=min(cluster.host_memory_gib for cluster in clusters),
+        measured={},
+    )

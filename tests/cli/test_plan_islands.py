@@ -1,0 +1,99 @@
+"""A cluster file of several groups at the command line: planned, written, and trained by two islands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cuboid.cli.main import main
+from tests.cli.command import environment, rows
+from tests.launch.ports import free_port
+
+TWO_HOSTS = """
+[[groups]]
+name = "left"
+accelerator = "cpu"
+accelerators_per_node = 2
+[[groups]]
+name = "right"
+accelerator = "cpu"
+accelerators_per_node = 1
+[[links]]
+between = ["left", "right"]
+bandwidth_gbit = 1
+latency_ms = 1
+"""
+QUESTION = ["tiny-llama", "sites.toml", "--global-batch", "8", "--seq", "64"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "sites.toml").write_text(TWO_HOSTS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_plan_of_islands_is_trained(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *QUESTION, "--islands", "every=2,delay=1,bits=8", "-o", "plan.toml", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [island["name"] for island in answer["islands"]] == ["left", "right"]
+    place = f"127.0.0.1:{free_port()}"
+    short = ["training.steps=4", "data.source=python-stdlib", "training.device=cpu", "output.folder=runs"]
+    settings = [part for field in short for part in ("--set", field)]
+    settings += ["--islands-rendezvous", place, "--oversubscribe"]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "cuboid.cli.main", "train", "plan.toml", "--island", str(number), *settings],
+            cwd=folder,
+            env=environment(),
+        )
+        for number in range(2)
+    ]
+    assert [process.wait() for process in running] == [0, 0]
+    for number, island in enumerate(answer["islands"]):
+        text = (folder / f"runs/island-{number}/run.toml").read_text()
+        assert f'layout = "{island["layout"]}"' in text
+        told = [row["islands"] for row in rows(folder / f"runs/island-{number}/metrics.jsonl") if "islands" in row]
+        assert told[-1]["islands"] == 2
+        if island["layout"] == "dp=1,tp=1,pp=1":  # rank 0 sends all
+            assert told[0]["sent_bytes"] == pytest.approx(island["sent_bytes"], rel=0.6)
+
+
+def test_it_says_what_it_costs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *QUESTION, "--tokens", "1e9"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "on 2 islands of sites, 4 × 64 tokens each" in shown
+    assert "one job over the links:" in shown
+    assert "arXiv 2503.09799 expect a loss" in shown
+    assert "1 billion tokens take" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--objective", "memory"], "objective=memory is for accelerators of one group"),
+        (["--for-engine", "megatron"], "name one group, as in sites.toml:left"),
+        (["--islands", "every=0"], "islands.every=0 is too small"),
+        (["--islands", "delay=40"], "islands.delay=40 is not over before"),
+        (["--fix", "tp=64"], "tp=64"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    options: list[str], sentence: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *QUESTION, *options]) == 2
+    assert sentence in capsys.readouterr().err
+    assert main(["plan", "tiny-llama", "cpux2", *QUESTION[2:], "--islands", "every=4"]) == 2
+    assert "--islands every=4 is for a cluster file with several groups" in capsys.readouterr().err
+
+
+def test_an_island_that_is_not_in_the_plan_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *QUESTION, "-o", "plan.toml"]) == 0
+    assert main(["train", "plan.toml", "--island", "2", "--islands-rendezvous", "localhost:1"]) == 2
+    assert "island=2 is not in the plan; use island=0 to island=1" in capsys.readouterr().err
+    assert main(["export", "plan.toml", "--to", "megatron"]) == 2
+    assert "plans several islands" in capsys.readouterr().err
