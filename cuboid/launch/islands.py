@@ -155,6 +155,8 @@ def prove(runs: Sequence[Run], pool: Pool) -> dict[str, Any]:
 def prove_at(runs: Sequence[Run], pool: Pool, places: tuple[tuple[str, int], ...], secret: bytes) -> dict[str, Any]:
     """… where somebody decides for them at one of these places."""
     jobs = [((run, number, places, secret), run.layout.world_size) for number, run in enumerate(runs)]
-    observed = [ranks[0] for ranks in pool.run_apart("cuboid.verification.islands:train_island", jobs)]
+    training, train = runs[0].training, "cuboid.verification.islands:train_island"
+    told = pool.run_apart(train, jobs, device=training.device, backend=training.backend)
+    observed = [ranks[0] for ranks in told]
     verdict: dict[str, Any] = pool.run("cuboid.verification.islands:judge", (list(runs), observed), ranks=1)[0]
     return verdict

@@ -129,7 +129,7 @@ class Simulation:
                 self.middle = [self.parameters(number) for number in range(count)]
 
     def parameters(self, number: int) -> Tensors:
-        return {name: x.detach().clone() for name, x in self.islands[number].parameters.items()}
+        return {name: x.detach().cpu().clone() for name, x in self.islands[number].parameters.items()}
 
     @torch.no_grad()
     def _synchronise(self, round_: int) -> None:
@@ -217,8 +217,8 @@ def judge(rank: int, runs: list[Run], found: list[Observed]) -> dict[str, Any]:
         pairs = [(seen.parameters, simulation.parameters(number))]
         pairs += [(seen.middle, simulation.middle[number])] if simulation.middle else []
         errors += [(tensor_error(own[name], x, floor), name) for own, expected in pairs for name, x in expected.items()]
-    expected = {f"outer/{name}": x for name, x in simulation.outer.items()}
-    expected |= {f"outer_momentum/{name}": x for name, x in simulation.momentum.items()}
+    expected = {f"outer/{name}": x.cpu() for name, x in simulation.outer.items()}
+    expected |= {f"outer_momentum/{name}": x.cpu() for name, x in simulation.momentum.items()}
     outer = max(tensor_error(seen.outer[name], x, floor) for seen in found for name, x in expected.items())
     between = max(float((seen.outer[name] - found[0].outer[name]).abs().max()) for seen in found for name in expected)
     surprises = [
