@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cuboid.cli.plan_islands import explain_islands
 from cuboid.errors import UserError
 from cuboid.planning.explain import Explanation, explain, sections
-from cuboid.planning.plan import GIB, load_plan
+from cuboid.planning.island_file import load_any_plan
+from cuboid.planning.islands import IslandsPlan
+from cuboid.planning.plan import GIB, Plan, load_plan
 from cuboid.planning.question import Question, precision_on
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.fitting import check_world_size
@@ -44,6 +47,7 @@ def command(
         str | None, typer.Option(help="bf16, fp16, fp8 or float32; default: the plan's, or bf16 where there is one.")
     ] = None,
     engine: Annotated[str | None, typer.Option(help="Profile of costs; default: the plan's, or cuboid.")] = None,
+    island: Annotated[int | None, typer.Option(help="Of a plan of islands: this one, from 0.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Explain a plan: what must be split and why, what travels where, what fills memory and time, what rivals lose.
@@ -51,7 +55,10 @@ def command(
     Example: cuboid explain plan.toml
     Example: cuboid explain llama3-70b h100x64 --layout dp=4,tp=8,pp=2 --global-batch 64 --seq 4096 --precision fp8
     """
-    question, chosen = asked("explain", plan, cluster, layout, global_batch, seq, precision, engine)
+    if islands := islands_of(plan, cluster, island):
+        explain_islands(islands, as_json)
+        return
+    question, chosen = asked("explain", plan, cluster, layout, global_batch, seq, precision, engine, island)
     found = explain(question, chosen)
     if as_json:
         print(json.dumps(_as_json(found)))
@@ -78,9 +85,10 @@ def asked(
     seq: int | None,
     precision: str | None,
     engine: str | None,
+    island: int | None = None,
 ) -> tuple[Question, Layout]:
     """The question and the layout that a plan file, or a model, a cluster and a layout mean."""
-    question, chosen = _asked(verb, plan, cluster, layout, global_batch, seq)
+    question, chosen = _asked(verb, plan, cluster, layout, global_batch, seq, island)
     kept = None if cluster else question.precision
     chosen_precision = precision_on(question.cluster, precision or kept)
     check_world_size(chosen, question.cluster.accelerators)
@@ -88,12 +96,19 @@ def asked(
 
 
 def _asked(
-    verb: str, plan: str, cluster: str | None, layout: str | None, global_batch: int | None, seq: int | None
+    verb: str,
+    plan: str,
+    cluster: str | None,
+    layout: str | None,
+    global_batch: int | None,
+    seq: int | None,
+    island: int | None,
 ) -> tuple[Question, Layout]:
     if cluster is None:
         if not plan.endswith(".toml"):
             raise UserError(f"{plan} is not a plan file; write cuboid {verb} {plan} h100x64 --layout dp=8,tp=8 …")
-        loaded = load_plan(plan)
+        loaded = load_plan(plan) if island is None else load_any_plan(plan, island)
+        assert isinstance(loaded, Plan)
         return loaded.question, layout_for(loaded.question.model, layout) if layout else loaded.layout
     for name, value in (("layout", layout), ("global-batch", global_batch), ("seq", seq)):
         if value is None:
@@ -102,6 +117,14 @@ def _asked(
         model=load_model(plan), cluster=load_cluster(cluster), global_batch=global_batch or 1, sequence=seq or 1
     )
     return question, layout_for(question.model, layout or "")
+
+
+def islands_of(plan: str, cluster: str | None, island: int | None) -> IslandsPlan | None:
+    """All islands of a plan file, where it plans some and none is asked for."""
+    if cluster is not None or not plan.endswith(".toml") or island is not None:
+        return None
+    found = load_any_plan(plan, None)
+    return found if isinstance(found, IslandsPlan) else None
 
 
 def _memory_table(found: Explanation) -> "Table":

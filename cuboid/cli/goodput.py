@@ -12,6 +12,7 @@ from xml.sax.saxutils import escape
 
 import typer
 
+from cuboid.cli.goodput_islands import tell_islands
 from cuboid.cost.goodput import (
     HOUR,
     MOST_SAVES,
@@ -27,7 +28,9 @@ from cuboid.cost.goodput import (
     young_daly,
 )
 from cuboid.errors import UserError, either
-from cuboid.readers import write_output
+from cuboid.planning.island_file import load_islands_plan, plans_islands
+from cuboid.planning.islands import IslandsPlan
+from cuboid.readers import read_toml, write_output
 from cuboid.resilience.goodput import Measured, measured
 from cuboid.spec.run import Run, load_run
 
@@ -91,10 +94,17 @@ def command(
     Example: cuboid goodput --gpus 16384 --failures llama3 --picture goodput.svg
 
     Example: cuboid goodput run.toml --mtbf-hours 20
+
+    Of a plan of islands: an island that is lost costs its own part, and starts again while the others train.
     """
     if failures not in PUBLISHED:
         raise UserError(f"failures={failures} is not known; use {either(PUBLISHED)}, or --mtbf-hours")
-    run = load_run(file) if file is not None else None
+    islands: IslandsPlan | None = None
+    run: Run | None = None
+    if file is not None and plans_islands(read_toml(file)):
+        islands, run = load_islands_plan(file)
+    else:
+        run = load_run(file) if file is not None else None
     seen = measured(run.output.folder) if run is not None else Measured()
     costs = Costs(
         stall=_first(stall, seen.stall if seen.saved else None, Costs.stall),
@@ -110,14 +120,28 @@ def command(
         survives=memory_survives,
     )
     _check_numbers(costs, copies, mtbf_hours, interval)
+    published = f"{PUBLISHED[failures].source}; beyond that every accelerator fails as often"
+    source = f"a failure every {mtbf_hours:g} h" if mtbf_hours else published
+    if islands is not None:
+        for name, value in (("gpus", gpus), ("interval", interval), ("picture", picture)):
+            if value is not None:
+                raise UserError(f"{name}={value} is not for a plan of islands; omit it")
+        whole = islands.groups.accelerators
+
+        def between(accelerators: int) -> float:
+            """The hours that are given are those of all accelerators together."""
+            if mtbf_hours:
+                return HOUR * mtbf_hours * whole / accelerators
+            return PUBLISHED[failures].seconds(accelerators)
+
+        tell_islands(islands, between, costs, source, seed, as_json)
+        return
     sizes = gpus or ([run.layout.world_size] if run is not None else list(SIZES))
     cases = [
         _case(size, HOUR * mtbf_hours if mtbf_hours else PUBLISHED[failures].seconds(size), kind, interval, seed)
         for size in sizes
         for kind in (costs, replace(costs, memory=copies))
     ]
-    published = f"{PUBLISHED[failures].source}; beyond that every accelerator fails as often"
-    source = f"a failure every {mtbf_hours:g} h" if mtbf_hours else published
     if picture is not None:
         write_output(picture, _picture(cases, source))
     if as_json:

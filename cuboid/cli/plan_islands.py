@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
+from itertools import combinations
 from typing import TYPE_CHECKING
 
+from cuboid.cost.rounds import EFFICIENCY
 from cuboid.planning.island_file import start_lines
+from cuboid.planning.island_links import Paths, fragment_bytes
 from cuboid.planning.islands import IslandsPlan, Other
 from cuboid.planning.plan import GIB, amount
 from cuboid.spec.coding import encode
@@ -88,6 +92,58 @@ def show(console: Console, plan: IslandsPlan, written: str = "", tokens: float |
         console.print(f"written: {written} (cuboid explain, simulate and goodput read it); start the islands with")
         for line in start_lines(plan, written):
             console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def explain_islands(plan: IslandsPlan, in_json: bool) -> None:
+    """What `plan` has said, and how each number of a round comes about."""
+    lines = formulas(plan)
+    if in_json:
+        print(json.dumps({**as_json(plan), "formulas": lines}))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    show(console, plan)
+    console.print("\nA round", style="bold")
+    for line in lines:
+        console.print(f"· {line}", markup=False)
+
+
+def formulas(plan: IslandsPlan) -> list[str]:
+    """With their values, so that a reader can check them by hand."""
+    spec, model = plan.spec, plan.plans[0].question.model
+    sizes = fragment_bytes(spec, model)
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
+    blocks = sizes[largest] // spec.block_bytes("bf16")
+    found = [
+        f"{spec.fragments} fragments in {spec.every} steps: one round every {spec.every / spec.fragments:g} steps, "
+        f"applied {spec.delay} steps later",
+        f"the largest fragment has {blocks:,} blocks of 256 numbers × {spec.block_bytes('bf16')} bytes in "
+        f"{spec.bits} bits = {sizes[largest] / 1e9:.4g} GB to each other island, and questions and framing",
+    ]
+    paths = Paths(plan.groups, plan.members)
+    for first, second in combinations(plan.members, 2):
+        link = plan.groups.link(first, second)
+        found.append(
+            f"{first.name} ↔ {second.name}: {link.bandwidth_gbit:g} Gbit/s × {EFFICIENCY:g} for headers and "
+            f"acknowledgements = {link.rate * EFFICIENCY / 1e9:.4g} GB/s, {link.latency_ms:g} ms"
+        )
+    found.append(
+        f"travels: {plan.transfers[largest]:.4g} s on the slowest link, with windows that grow; {paths.decide:.3g} s "
+        f"each to decide who takes part and who has it all, at {plan.coordinator}"
+    )
+    for name, times in zip(plan.names, plan.times, strict=True):
+        found.append(
+            f"{name}: a step {times.step:.4g} s; a round stops it for {times.encode:.3g} s to encode and "
+            f"{times.apply:.3g} s to apply, and steps beside it for {times.outer:.3g} s"
+        )
+    slowest = max(times.step for times in plan.times)
+    waits = plan.step_seconds - slowest
+    found.append(
+        f"a step with all waiting: {slowest:.4g} s of the slowest island + {waits:.3g} s = {plan.step_seconds:.4g} s; "
+        f"all islands take as many steps"
+    )
+    return found
 
 
 def _beside(other: Other, rate: float) -> str:

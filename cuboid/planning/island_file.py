@@ -16,7 +16,7 @@ from cuboid.cost.island_loss import expected_loss
 from cuboid.cost.rounds import IslandTimes
 from cuboid.errors import UserError, up_to
 from cuboid.planning.islands import IslandsPlan, Other
-from cuboid.planning.plan import plan_of, plan_table, to_choose
+from cuboid.planning.plan import Plan, load_plan, plan_of, plan_table, to_choose
 from cuboid.readers import Table, read_toml
 from cuboid.spec.coding import convert, decode, encode
 from cuboid.spec.groups import OWN, Group, Groups, SiteLink
@@ -96,6 +96,18 @@ def _field(table: object, key: str, hint: Any) -> Any:
     if not isinstance(table, Mapping) or key not in table:
         raise UserError(f"plan.{key} is missing; write it anew with cuboid plan … -o")
     return convert(table[key], hint, f"plan.{key}")
+
+
+def load_any_plan(path: str | Path, island: int | None) -> Plan | IslandsPlan:
+    """What a run file plans: islands together, or one of them; or a plan as any other."""
+    table = dict(read_toml(path))
+    if not plans_islands(table):
+        if island is not None:
+            raise UserError(f"island={island} is for a plan of islands, and {path} is none; omit it")
+        return load_plan(path)
+    if island is None:
+        return load_islands_plan(path)[0]
+    return plan_of(build_run(with_island(table, island), folder=Path(path).parent), str(path))
 
 
 def load_islands_plan(path: str | Path) -> tuple[IslandsPlan, Run]:

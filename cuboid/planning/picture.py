@@ -60,16 +60,16 @@ def svg(timeline: Timeline, title: str, subtitle: str = "") -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 56}" '
         f'viewBox="0 0 {width} {bottom + 56}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif">',
         f'<rect width="{width}" height="{bottom + 56}" fill="white"/>',
-        _text(MARGIN, 24, title, 16, "bold"),
-        _text(MARGIN, 44, subtitle, 12),
+        text_at(MARGIN, 24, title, 16, "bold"),
+        text_at(MARGIN, 44, subtitle, 12),
     ]
     for rank in range(schedule.ranks):
         y = TOP + rank * (ROW + GAP)
-        parts.append(_text(MARGIN - 8, y + 15, f"rank {rank}", 12, anchor="end"))
+        parts.append(text_at(MARGIN - 8, y + 15, f"rank {rank}", 12, anchor="end"))
         parts.append(f'<rect x="{MARGIN}" y="{y}" width="{inner}" height="{ROW}" fill="{PALE}"/>')
     chunk = {stage: schedule.stages_of(rank).index(stage) for stage, rank in enumerate(schedule.stage_rank)}
     parts += [_rectangle(event, chunk[event.action.stage], scale) for event in timeline.events]
-    parts += _axis(timeline.makespan, scale, bottom)
+    parts += axis(timeline.makespan, scale, bottom)
     parts += _legend(used, schedule.stages > schedule.ranks, bottom + 40)
     return "\n".join([*parts, "</svg>", ""])
 
@@ -94,17 +94,17 @@ def _rectangle(event: Event, chunk: int, scale: float) -> str:
     if width < 7 * len(label) + 2:
         return rectangle
     ink = INK if chunk % 2 or kind is Kind.WEIGHT else "white"
-    return rectangle + _text(x + width / 2, y + 15, label, 11, anchor="middle", fill=ink)
+    return rectangle + text_at(x + width / 2, y + 15, label, 11, anchor="middle", fill=ink)
 
 
-def _text(
+def text_at(
     x: float, y: float, text: str, size: int, weight: str = "normal", anchor: str = "start", fill: str = INK
 ) -> str:
     style = f'font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{fill}"'
     return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{escape(text)}</text>'
 
 
-def _axis(makespan: float, scale: float, bottom: int) -> list[str]:
+def axis(makespan: float, scale: float, bottom: int, left: float = MARGIN) -> list[str]:
     """A line with a handful of round times on it."""
     if not makespan:
         return []
@@ -112,11 +112,11 @@ def _axis(makespan: float, scale: float, bottom: int) -> list[str]:
     step = next(step * factor for factor in (1, 2, 5, 10) if makespan / (step * factor) <= 10)
     parts = []
     for tick in range(int(makespan / step) + 1):
-        x = MARGIN + tick * step * scale
+        x = left + tick * step * scale
         parts.append(
             f'<line x1="{x:.2f}" y1="{TOP - 4}" x2="{x:.2f}" y2="{bottom}" stroke="{GRID}" stroke-width="0.5"/>'
         )
-        parts.append(_text(x, bottom + 12, f"{tick * step:.4g} s", 10, anchor="middle"))
+        parts.append(text_at(x, bottom + 12, f"{tick * step:.4g} s", 10, anchor="middle"))
     return parts
 
 
@@ -127,7 +127,7 @@ def _legend(kinds: list[Kind], several: bool, y: int) -> list[str]:
         if several:
             parts.append(f'<rect x="{x + 14}" y="{y - 11}" width="14" height="14" fill="{SECOND[kind]}"/>')
         x += 34 if several else 20
-        parts.append(_text(x, y, f"{kind.value} {NAMES[kind]}", 12))
+        parts.append(text_at(x, y, f"{kind.value} {NAMES[kind]}", 12))
         x += 9 * len(NAMES[kind]) + 20
     note = "pale: every other stage of the rank; " if several else ""
-    return [*parts, _text(x, y, f"{note}numbers: micro-batches; blank: idle", 12)]
+    return [*parts, text_at(x, y, f"{note}numbers: micro-batches; blank: idle", 12)]

@@ -91,6 +91,36 @@ def test_what_cannot_work_is_refused(
     assert "--islands every=4 is for a cluster file with several groups" in capsys.readouterr().err
 
 
+def test_a_plan_is_explained_drawn_and_survives(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *QUESTION, "--islands", "every=4,fragments=2", "-o", "plan.toml", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert main(["explain", "plan.toml", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["step_seconds"] == answer["step_seconds"]
+    assert [island["layout"] for island in told["islands"]] == [island["layout"] for island in answer["islands"]]
+    assert any("left ↔ right: 1 Gbit/s × 0.88" in line for line in told["formulas"])
+    assert main(["explain", "plan.toml", "--island", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"] == answer["islands"][1]["layout"]
+    assert main(["simulate", "plan.toml", "--picture", "rounds.svg", "--trace", "rounds.json"]) == 0
+    shown = capsys.readouterr().out
+    assert "left" in shown and "right" in shown
+    assert (folder / "rounds.svg").exists()
+    assert json.loads((folder / "rounds.json").read_text())["traceEvents"]
+    assert main(["simulate", "plan.toml", "--json"]) == 0
+    rounds = json.loads(capsys.readouterr().out)["rounds"]
+    assert [each["due"] for each in rounds] == [2, 4, 6, 8, 8]
+    assert main(["simulate", "plan.toml", "--island", "0"]) == 0
+    assert "micro-batches" in capsys.readouterr().out
+    assert main(["goodput", "plan.toml", "--mtbf-hours", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["one_job"] < found["expected"] < 1
+    assert found["expected"] == pytest.approx(found["simulated"], abs=0.02)
+    assert main(["goodput", "plan.toml", "--gpus", "8"]) == 2
+    assert main(["explain", "plan.toml", "--island", "7"]) == 2
+    assert main(["goodput", "plan.toml", "--picture", "x.svg"]) == 2
+    assert "not for a plan of islands" in capsys.readouterr().err
+
+
 def test_an_island_that_is_not_in_the_plan_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *QUESTION, "-o", "plan.toml"]) == 0
     assert main(["train", "plan.toml", "--island", "2", "--islands-rendezvous", "localhost:1"]) == 2

@@ -1,0 +1,79 @@
+"""`cuboid goodput islands.toml`: what islands get done when islands are lost, beside one job over all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+
+from cuboid.cost.goodput import HOUR, Costs, recommend
+from cuboid.cost.island_goodput import IslandFailures, island_goodput, simulate_islands
+from cuboid.cost.rounds import transfer_seconds
+from cuboid.planning.islands import IslandsPlan
+
+
+def tell_islands(
+    plan: IslandsPlan, between: Callable[[int], float], costs: Costs, source: str, seed: int, as_json: bool
+) -> None:
+    """`between`: mean seconds between failures of so many accelerators."""
+    islands = failures_of(plan, between, costs)
+    found = island_goodput(islands, plan.spec.grace_seconds)
+    simulated = simulate_islands(islands, plan.spec.grace_seconds, seed=seed)
+    together = 1 / sum(1 / each.mtbf for each in islands)
+    one_job = recommend(together, costs).fraction
+    if as_json:
+        rows = [
+            {"name": name, "mtbf_seconds": each.mtbf, "down_seconds": each.down, "redone_seconds": each.redone}
+            | {"present": present}
+            for name, each, present in zip(plan.names, islands, found.present, strict=True)
+        ]
+        told = {"expected": found.expected, "simulated": simulated, "survivors_lose": found.survivors_lose}
+        told |= {"tokens_per_second": plan.tokens_per_second * found.expected}
+        print(json.dumps({"failures": source, "costs": asdict(costs), "islands": rows, **told, "one_job": one_job}))
+        return
+    _show(plan, islands, source, found.present)
+    print(
+        f"islands: {found.expected:.1%} of what all would do without failures (simulated {simulated:.1%}), "
+        f"{plan.tokens_per_second * found.expected:,.0f} tokens/s; those that live lose {found.survivors_lose:.2%}, "
+        f"at most islands.grace_seconds={plan.spec.grace_seconds:g} for each that is lost"
+    )
+    print(f"one job over all of them: {one_job:.1%}, a failure every {_told(together)} stops everything")
+
+
+def failures_of(plan: IslandsPlan, between: Callable[[int], float], costs: Costs) -> list[IslandFailures]:
+    """Each island fails as its accelerators do, and as often as its whole group is taken away."""
+    found = []
+    for group, own in zip(plan.members, plan.plans, strict=True):
+        rate = 1 / between(own.layout.world_size)
+        if group.life_hours is not None:
+            rate += 1 / (HOUR * group.life_hours)
+        state = 8.0 * own.question.model.parameters  # outer weights and momentum in float32
+        links = [plan.groups.link(group, other) for other in plan.members if other is not group]
+        uplink = plan.groups.uplink(group) or float("inf")
+        fetch = min(transfer_seconds(state, min(link.rate, uplink), link.latency) for link in links)
+        enter = max(fetch, plan.spec.every * plan.step_seconds)  # as many rounds later as there are fragments
+        down = costs.detect + costs.restart + enter
+        found.append(IslandFailures(1 / rate, down, plan.spec.every / 2 * plan.step_seconds))
+    return found
+
+
+def _show(plan: IslandsPlan, islands: list[IslandFailures], source: str, present: tuple[float, ...]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    print(source)
+    table = Table(box=None, pad_edge=False, header_style="")
+    table.add_column("island")
+    for header in ("GPUs", "lost every", "away for", "redone", "training"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for name, own, each, part in zip(plan.names, plan.plans, islands, present, strict=True):
+        times = (_told(seconds) for seconds in (each.mtbf, each.down, each.redone))
+        table.add_row(name, f"{own.layout.world_size:,}", *times, f"{part:.1%}")
+    Console(highlight=False).print(table)
+    print("away: known, started, state fetched from another island, entered; redone: its steps since its last rounds")
+
+
+def _told(seconds: float) -> str:
+    from cuboid.cli.goodput import duration
+
+    return duration(seconds)
