@@ -11,6 +11,7 @@ were reached. 5000 cases take about 25 minutes on two cores. Formats whose libra
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import hashlib
 import importlib
@@ -183,8 +184,14 @@ def _read_places(found: set[str], root: str) -> Any:
     return hear
 
 
+def _end_with_parent() -> None:
+    """Also when that one is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _become(case: Case, folder: Path, beside: Path) -> None:
     """The child: ends with the case."""
+    _end_with_parent()
     os.setsid()
     os.chdir(folder)
     for number, name, flags in (
@@ -351,6 +358,7 @@ def campaign(asked: argparse.Namespace, numbers: list[int], scenarios: list[int]
         child = os.fork()
         if not child:
             code = 1
+            _end_with_parent()
             try:
                 out = os.open(files[worker].path, os.O_WRONLY)
                 _work(asked, numbers[worker::jobs], scenarios, good, room / f"worker-{worker}", out)

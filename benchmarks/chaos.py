@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py [--faults 100] [--leaders 10] [--hosts] [--kinds full,disk] [--seed 0] [--json]
         [--jobs 12 --minutes 8]            # so many jobs at once; after so long nothing more is begun
+        [--out FOLDER]                     # a row a job as it ends, and the logs of those that failed
     python benchmarks/chaos.py --device cuda --backend nccl       # on a GPU, which ranks may share
         [--faults 8 --kinds kill,stop,raise,hang,nan,torn,copy,process --layouts dp=2]      # in two minutes
 
@@ -134,6 +135,15 @@ class Campaign:
         del self._running[connection]
         self.told.append(told)
         show(told, planned.number, self._options.json)
+        if self._options.out:
+            self._keep(told, planned.number)
+
+    def _keep(self, told: Told, number: int) -> None:
+        """What a time limit does not take away."""
+        with (self._options.out / "chaos.jsonl").open("a") as file:
+            file.write(json.dumps({"job": number, **vars(told)}) + "\n")
+        for log in self._folder.glob(f"job-{number}.log") if told.problems else ():
+            shutil.copy(log, self._options.out)
 
     def _become(self, planned: Planned, to: Connection) -> None:
         """The process of one job."""
@@ -214,6 +224,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="so many at once")
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no job and no fault of a node begins")
+    parser.add_argument("--out", type=Path, help="a folder for chaos.jsonl and logs of failed jobs")
     parser.add_argument("--json", action="store_true", help="a line for each job, and the summary last")
     options = parser.parse_args()
     asked = (
@@ -231,6 +242,8 @@ def main() -> None:
         print(f"not tried: {kinds}, because {reason}", file=sys.stderr, flush=True)
     options.leaders = max(1, options.faults // 10) if options.leaders is None else options.leaders
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that hosts and disks are removed
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="cuboid-chaos-"))
     campaign = Campaign(options, folder)
     try:
@@ -239,6 +252,8 @@ def main() -> None:
         campaign.end()
         summary = campaign.summary()
         print(json.dumps(summary) if options.json else f"{summary}", flush=True)
+        if options.out:
+            (options.out / "chaos.json").write_text(json.dumps(summary))
         if summary["failed"]:
             print(f"what failed is kept in {folder}", file=sys.stderr)
         else:

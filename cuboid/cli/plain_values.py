@@ -2,9 +2,12 @@
 than many commands take. Whatever is not plain, errors among it, is left to the parser."""
 
 import re
+from math import isfinite
 from typing import Any
 
 from typer.core import TyperCommand
+
+from cuboid.errors import UserError
 
 INTEGER = re.compile(r"[0-9]{1,18}")
 NUMBER = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?(e[0-9]{1,2})?")
@@ -21,10 +24,19 @@ def plain_first(parameters: list[Any]) -> list[Any]:
 
 
 class PlainCommand(TyperCommand):
-    """A command that reads plain values itself."""
+    """A command that reads plain values itself, and begins with none that cannot be computed with."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return plain_first(super().get_params(ctx))
+
+    def invoke(self, ctx: Any) -> Any:
+        for name, value in ctx.params.items():
+            option = name.replace("_", "-")
+            if isinstance(value, float) and not isfinite(value):
+                raise UserError(f"{option}={value} is no number to compute with; use a finite one")
+            if isinstance(value, int) and abs(value) >= 2**63:
+                raise UserError(f"{option} is an integer of more than 64 bits; use a smaller one")
+        return super().invoke(ctx)
 
 
 class PlainFirst:

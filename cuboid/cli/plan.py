@@ -52,7 +52,7 @@ def command(
         str, typer.Option(help="Of fp8: a scale for each tensor, row or block (block: on Hopper).")
     ] = "tensor",
     fp8_experts: Annotated[bool, typer.Option(help="Of fp8: routed experts too (on Hopper).")] = False,
-    top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 5,
+    top: Annotated[int, typer.Option(min=1, max=100, help="How many layouts to show.")] = 5,
     objective: Annotated[
         str | None,
         typer.Option(help="time, cost, memory, gpus (the fewest that meet --days); to generate: throughput, latency."),

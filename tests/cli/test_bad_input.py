@@ -148,7 +148,7 @@ def test_times_of_another_schedule_are_no_pipeline_of_this_one(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("goodput --mtbf-hours inf", "is no time a training has"),
+        ("goodput --mtbf-hours inf", "mtbf-hours=inf is no number to compute with"),
         ("goodput --mtbf-hours 1e300", "is no time a training has"),
         ("goodput --mtbf-hours 0.001", "leaves no time to train"),
         ("goodput --gpus 1 --interval 1", "times between two failures; use interval="),
@@ -164,6 +164,7 @@ def test_times_of_another_schedule_are_no_pipeline_of_this_one(
         ("checkpoint ls http://127.0.0.1:1/x", "cannot be reached"),
         ("checkpoint copy webhdfs://127.0.0.1:1/x copied", "cannot be reached"),
         ("plan tiny-llama h100x80000000000 --global-batch 8 --seq 64", "10000000 or less"),
+        ("plan tiny-llama h100x8 --global-batch 8 --seq 64 --top 101", "'--top': 101"),
         ("plan tiny-llama h100x8 --global-batch 8 --seq 99999999999999999999", "seq"),
         (f"plan {'x' * 5000} h100x8 --global-batch 8 --seq 64", "File name too long"),
         (f"compare {'x' * 5000} run", "File name too long"),
