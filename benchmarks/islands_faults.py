@@ -60,8 +60,10 @@ class Job:
             "islands.rate": 1.0,
             "islands.momentum": 0.5,
             "islands.quorum": 2,
-            "islands.grace_seconds": 20.0,
+            "islands.grace_seconds": 10.0,
         }
+        self.decides = 0
+        """The island whose host decides for all."""
         self._environment = environment(options.step)
         self._places = ",".join(f"{hosts.address(each)}:{PORT}" for each in (0, 1))
         self.running = [self._start(each) for each in range(ISLANDS)]
@@ -105,7 +107,9 @@ class Job:
 
 def strike(job: Job, kind: str, source: random.Random) -> tuple[int, float, int]:
     """Which island is killed, when, and after which of its steps."""
-    number = 0 if kind == "decider" else source.choice((1, 2))  # 0 decides again as soon as it is back
+    number = job.decides if kind == "decider" else source.choice([each for each in range(3) if each != job.decides])
+    if kind == "decider":  # the other place takes over, and keeps that part
+        job.decides = 1 - job.decides
     done = job.step(number)
     if kind == "round":  # the transfer of a round that begins every fourth step takes two
         job.wait_for_step(number, done + 4 - done % 4 + 4)

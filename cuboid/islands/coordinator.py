@@ -145,6 +145,8 @@ class Coordinator:
             self._lines[number], self._told[number], self._known[number] = line, set(), {}
             if not word["running"]:
                 self._welcome.add(number)
+        elif said == "look":
+            line.send(json.dumps({"decides": members.begun}).encode())
         elif said == "arrive":
             members.arrive(number, word["round"], word["tokens"], word["taken"])
         elif said == "have":
@@ -213,6 +215,8 @@ class Client:
         self._refused = self._apart = ""
         self._patience, self._since, self._met = patience, time.monotonic(), False
         """Whether it has ever reached a place that decides."""
+        self._decides = False
+        """Whether the place it is connected to has begun."""
         self._held: set[int] = set()
         self._opened: set[int] = set()
         self.state: Table = {}
@@ -334,7 +338,7 @@ class Client:
 
     def _keep(self) -> None:
         while self._open:
-            for host, port in self._places:
+            for host, port in self._in_order():
                 try:
                     self._connect(host, port)
                     break
@@ -344,6 +348,20 @@ class Client:
                     pass
             self._line = None
             time.sleep(0.2)
+
+    def _in_order(self) -> list[tuple[str, int]]:
+        """The places, those that decide already first: the others may have left one that is back again for the next."""
+        places = list(self._places)
+        return sorted(places, key=lambda place: not self._decides_at(*place)) if len(places) > 1 else places
+
+    def _decides_at(self, host: str, port: int) -> bool:
+        with suppress(OSError, ValueError), socket.create_connection((host, port), timeout=BEAT) as line:
+            channel = greet(line, self._secret, PURPOSE, longest=LONGEST, seconds=BEAT)
+            channel.wait_no_longer_than(BEAT)
+            channel.send(json.dumps({"island": self._number, "say": "look"}).encode())
+            if (text := channel.receive()) is not None:
+                return parse_json(text).get("decides") is True
+        return False
 
     def _turned_away(self, host: str, port: int) -> None:
         if not self._met:
@@ -358,15 +376,19 @@ class Client:
         with socket.create_connection((host, port), timeout=3 * BEAT) as line:
             channel = greet(line, self._secret, PURPOSE, longest=LONGEST)
             channel.wait_no_longer_than(BEAT)
-            self._line, self._met = channel, True
+            self._line, self._met, self._decides = channel, True, False
             self._send({"say": "join", **self._join, **self._report()})
-            sent = time.monotonic()
+            sent = looked = time.monotonic()
             for word in list(self._pending.values()):
                 self._send(word)
             while self._open:
                 if time.monotonic() - sent > BEAT:
                     self._send({"say": "beat"})
                     sent = time.monotonic()
+                if not self._decides and time.monotonic() - looked > 3 * BEAT:
+                    if any(self._decides_at(*other) for other in self._places if other != (host, port)):
+                        return  # the others are there
+                    looked = time.monotonic()
                 try:
                     text = channel.receive()
                 except TimeoutError:
@@ -384,6 +406,7 @@ class Client:
             elif "more" in word:
                 self._more = word["more"]
             else:
+                self._decides = True
                 islands = {int(number): each for number, each in word["islands"].items()}
                 self.state, self.islands = word["state"], islands
                 if begins := word.get("entered"):

@@ -173,6 +173,20 @@ def test_where_nobody_decides_is_refused() -> None:
     client.close(for_good=False)
 
 
+def test_a_place_that_is_back_leaves_the_decision_where_the_others_are(tmp_path: Path) -> None:
+    run, listeners = island_run(tmp_path, 0, "dp=1", 2), [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    back, second = places = [("127.0.0.1", each.getsockname()[1]) for each in listeners]
+    with coordinated(run, listeners[0], SECRET), coordinated(run, listeners[1], SECRET, first=1) as decides:
+        alone = Client([second], SECRET, 0, joins(0, "one"))
+        alone.enter(lambda: None)
+        again = Client(places, SECRET, 1, joins(1, "one"))
+        again.enter(lambda: None)
+        assert set(again.state["queues"]) == {"0", "1"} and back != second
+        for each in (alone, again):
+            each.close(for_good=True)
+        decides.wait_until_left(5)
+
+
 def test_who_has_another_secret_or_another_run_is_refused(tmp_path: Path) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     places = [("127.0.0.1", listener.getsockname()[1])]
