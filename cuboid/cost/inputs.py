@@ -212,6 +212,8 @@ class Jobs:
     sequence: Array
     offload: Array
     """1 where the optimizer state lives in host memory."""
+    fuller: Array
+    """What the rank with the largest shard keeps of what ZeRO splits, over the mean."""
     held: Array
     """Micro-batches kept in flight over those of the named schedule (2 for ZB-2p, less for V-Half and V-Min)."""
 
@@ -250,6 +252,7 @@ class Jobs:
         for key in ("zero", "shard", "recompute", "recompute_layers", "offload", "cp_method"):
             given.setdefault(key, none)
         given.setdefault("held", one)
+        given.setdefault("fuller", one)
         given.setdefault("schedule", number(SCHEDULES.index("1f1b")))
         given.setdefault("sequence_parallel", (given["tp"] > 1).astype(np.float64))
         given["shard"] = np.where(given["shard"] > 0, given["shard"], given["dp"])
@@ -261,6 +264,7 @@ class Jobs:
         degrees = ("dp", "tp", "pp", "cp", "cp_inner", "ep", "shard", "vpp", "micro_batch")
         names = (*degrees, "zero", "recompute_layers", "sequence_parallel", "offload")
         values: dict[str, Any] = {name: [getattr(layout, name) for layout in layouts] for name in names}
+        values["fuller"] = [layout.fuller_shard for layout in layouts]
         values["cp_method"] = [CONTEXT_METHODS.index(layout.cp_method) for layout in layouts]
         values["schedule"] = [SCHEDULES.index(layout.schedule) for layout in layouts]
         values["recompute"] = [RECOMPUTE.index(layout.recompute) for layout in layouts]

@@ -189,9 +189,9 @@ def fullest(
     shard, expert_shard = jobs.shard * jobs.cp, jobs.shard * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1)
     summed = np.where(shard > 1, held.plain / shard, 0.0)
     summed = summed + np.where((expert_shard > 1) & ~keeps_routed(jobs), held.routed / expert_shard, 0.0)
-    summed = np.where((jobs.zero == 1) & ~alone, engine.gradient_bytes * summed, 0.0)
+    summed = np.where((jobs.zero == 1) & ~alone, engine.gradient_bytes * jobs.fuller * summed, 0.0)
     flat = np.where(
-        sharded, engine.gradient_bytes * (1 + 1 / (jobs.shard * jobs.cp)), 0.0
+        sharded, engine.gradient_bytes * (1 + jobs.fuller / (jobs.shard * jobs.cp)), 0.0
     )  # per parameter of a unit being reduced
     weights = np.where(gathered, element, 0.0)  # per parameter of a unit in use, and of the next one
     heads = last * (1 + shape.predictions)
@@ -279,7 +279,7 @@ def _split(jobs: Jobs, held: RankParameters, bytes_each: float, from_stage: int)
     """Bytes of something kept per parameter that ZeRO splits from some stage on."""
     shard = jobs.shard * jobs.cp
     expert_shard = np.maximum(shard * jobs.tp / np.maximum(jobs.ep, 1), 1.0)
-    parts = bytes_each * (held.plain / shard + held.routed / expert_shard)
+    parts = bytes_each * jobs.fuller * (held.plain / shard + held.routed / expert_shard)
     return np.where(jobs.zero >= from_stage, parts, bytes_each * held.total)
 
 

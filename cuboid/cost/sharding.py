@@ -72,7 +72,7 @@ def owned_parameters(jobs: Jobs, held: RankParameters) -> Array:
     """Parameters whose optimizer state a rank keeps."""
     shard = np.where(jobs.zero > 0, jobs.shard * jobs.cp, 1.0)
     routed = np.where(jobs.zero > 0, np.maximum(jobs.shard * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1.0), 1.0)
-    return held.plain / shard + held.routed / routed
+    return jobs.fuller * (held.plain / shard + held.routed / routed)
 
 
 def keeps_gradients(jobs: Jobs, engine: Engine) -> NDArray[np.bool_]:

@@ -7,11 +7,13 @@ Nothing here opens a socket or reads a clock: what is decided depends on what wa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from operator import gt
 from typing import Literal
 
 from cuboid.resilience.preemption import REQUEUE
+from cuboid.resilience.rebalance import Balance, Pace
 from cuboid.resilience.replan import Choice
 
 GRACE = 2.0
@@ -49,6 +51,8 @@ class Status:
     reason: str = ""
     kind: str = "rank"
     """Of a failure."""
+    pace: Pace | None = None
+    """Of a node that trains, once there is something to tell."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ class _Seen:
     left: float | None = None
 
 
+WINDOWS = 2
+"""In a row in which another layout would have been better, until it is taken."""
 Judge = Callable[[str, str, str, str], str]
 """Called with a failure's kind, node, reason and layout; the sentence to give up with, or nothing to continue."""
 
@@ -87,10 +93,11 @@ class Coordinator:
         number: int = 0,
         term: int = 0,
         has_room: Callable[[], bool] = lambda: True,
+        balance: Callable[[Order, Mapping[str, Pace]], Balance | None] = lambda order, paces: None,
     ) -> None:
         """`choose` says how so many nodes are used best, `newest` which step the newest checkpoint has; `number` is
         that of the first order: a leader that came back must not repeat one. `has_room`: whether the run's folder
-        takes what ranks write.
+        takes what ranks write. `balance`: which layout its nodes, as fast as they are, would train faster with.
 
         The leader's own node is never lost and comes first: rank 0, which alone publishes checkpoints, is always there,
         and there the old one has ended before a new one starts. So nobody cut off can publish one."""
@@ -102,6 +109,15 @@ class Coordinator:
         self._since: float | None = None
         self._called = False
         self._grows_after: int | None = None
+        self._balance = balance
+        self._planned: Choice | None = None
+        """As which the nodes train, but for how they divide the batch."""
+        self._balanced: tuple[tuple[str, ...], Balance] | None = None
+        """How these nodes divide it."""
+        self._better: list[Balance] = []
+        """What the latest windows, all of them, would have been better with."""
+        self._window: tuple[int, ...] = ()
+        self._balances_after: int | None = None
 
     @property
     def nodes(self) -> list[str]:
@@ -172,7 +188,11 @@ class Coordinator:
         choice = self._choose(there)
         members, (address, port) = tuple(self.nodes[: choice.nodes]), self._meeting
         self._called, self._grows_after = True, None
-        self._give(Order(0, "train", choice.why, members, choice.layout, choice.ranks, address, port))
+        self._planned, self._better, self._window, self._balances_after = choice, [], (), None
+        layout, why = choice.layout, choice.why
+        if self._balanced is not None and self._balanced[0] == members:
+            layout, why = str(self._balanced[1].layout), f"{why}; {self._balanced[1].why}"
+        self._give(Order(0, "train", why, members, layout, choice.ranks, address, port))
 
     def _watch(self, lost: dict[str, str], now: float) -> None:
         members = self.order.members
@@ -192,9 +212,29 @@ class Coordinator:
         states = {said[node].state if node in said else "training" for node in members}
         if "training" not in states and "ready" not in states:
             return self.end(REQUEUE, "preempted") if "preempted" in states else self.end(0, "done")
-        return self._grow(now)
+        self._grow(now)
+        if self.order.task == "train":
+            self._rebalance([each for node in members if (each := said[node].pace if node in said else None)], now)
+        return None
+
+    def _rebalance(self, paces: list[Pace], now: float) -> None:
+        """Right after the next checkpoint, when the same has been seen in several windows."""
+        members = self.order.members
+        window = tuple(pace.step for pace in paces)
+        if len(paces) == len(members) and all(map(gt, window, self._window or [0] * len(window))):
+            self._window = window
+            found = self._balance(self.order, dict(zip(members, paces, strict=True)))
+            self._better = [*self._better, found] if found is not None else []
+            if len(self._better) < WINDOWS:
+                self._balances_after = None
+            elif self._balances_after is None:
+                self._balances_after = self._newest()
+        if self._balances_after is not None and self._newest() > self._balances_after:
+            self._balanced = members, self._better[-1]
+            self._regather(self._better[-1].why, now)
 
     def _fail(self, kind: str, node: str, reason: str, now: float) -> None:
+        self._balanced = None  # whatever it failed of, a layout that was not asked for is given up first
         verdict = self._judge(kind, node, reason, self.order.layout)
         if verdict:
             self.end(1, verdict)
@@ -208,11 +248,7 @@ class Coordinator:
             self._grows_after = None
             return
         choice = self._choose(min(len(self._seen), self._rules.max_nodes))
-        if (choice.nodes, choice.ranks, choice.layout) == (
-            len(self.order.members),
-            self.order.ranks,
-            self.order.layout,
-        ):
+        if self._planned is not None and replace(choice, why="") == replace(self._planned, why=""):
             return
         newest = self._newest()
         if self._grows_after is None:

@@ -19,6 +19,7 @@ from cuboid.console import say
 from cuboid.errors import UserError
 from cuboid.launch.coordinator import Coordinator, Order, Status
 from cuboid.launch.network import Endpoint
+from cuboid.resilience.rebalance import Pace
 from cuboid.secure_channel import VALUE, Channel, Door, Stranger, greet
 
 BEAT = 1.0
@@ -112,7 +113,7 @@ class CoordinatorServer:
                 with self._lock:
                     node = str(word["node"])
                     self._lines[node] = line
-                    status, order = Status(**word["status"]), self._coordinator.order
+                    status, order = _status(word["status"]), self._coordinator.order
                     self._coordinator.hear(node, status, time.monotonic())
                     # Who has the order is only told that the leader lives: of many nodes the order is long.
                     line.send(_encode({} if status.order == order.number else asdict(order)))
@@ -261,6 +262,11 @@ class CoordinatorClient:
         if (line := self._line) is not None:
             with suppress(OSError):
                 line.send(_encode({"node": self._node, "run": self._run, "status": asdict(self._status)}))
+
+
+def _status(table: dict[str, Any]) -> Status:
+    pace = table.pop("pace", None)
+    return Status(**table, pace=None if pace is None else Pace(**pace))
 
 
 def _encode(word: dict[str, object]) -> bytes:

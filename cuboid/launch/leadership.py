@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +30,10 @@ from cuboid.launch.network import Endpoint, listen
 from cuboid.launch.start import Nodes
 from cuboid.launch.store_tunnel import StoreGate
 from cuboid.launch.supervisor import Restarts
+from cuboid.resilience.rebalance import Balance, Pace, balance
 from cuboid.resilience.replan import Replanner
 from cuboid.secure_channel import found_secret, given_secret, greet, make_secret
+from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
 from cuboid.training.run_folder import forget_reports, newest_kept, try_claim
 
@@ -159,13 +162,19 @@ class Leadership:
             expected = len(after.members) - 1 if after.members else nodes.most - 1
             rules = replace(rules, gather=min(spec.gather_seconds, spec.contact_seconds), expected=expected)
         choose = Replanner(run, nodes.ranks).choose
+
+        def balanced(order: Order, paces: Mapping[str, Pace]) -> Balance | None:
+            if not (run.checkpoint.keeps and run.resilience.rebalance):
+                return None
+            return balance(run, Layout.parse(order.layout), order.ranks, paces)
+
         assert self._term is not None
         term = self._term.number
         # No leader repeats an order of another, whatever the clocks of nodes say; where nodes do not share the folder,
         # one that starts in a new folder has the first term again.
         number = term * ORDERS + secrets.randbelow(ORDERS // 2)
         return Coordinator(
-            self._name, rules, choose, restarts.failed, lambda: newest_kept(run), number, term, DiskRoom(run)
+            self._name, rules, choose, restarts.failed, lambda: newest_kept(run), number, term, DiskRoom(run), balanced
         )
 
     def _announce(self, order: Order) -> None:

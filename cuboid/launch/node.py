@@ -22,6 +22,7 @@ from cuboid.launch.start import Nodes
 from cuboid.launch.store_tunnel import StoreTunnel
 from cuboid.launch.supervisor import launch, start_fork_server
 from cuboid.resilience.preemption import REQUEUE, Forwarder
+from cuboid.resilience.rebalance import Pace
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
 from cuboid.training.run_folder import newest_kept
@@ -135,9 +136,13 @@ def _attempt(
     places = local_places(order.ranks, first, world, "127.0.0.1", port, f"order-{order.number}")
     places = tuple(replace(place, term=order.term) for place in places)
     run = replace(run, layout=Layout.parse(order.layout))
+
+    def told(pace: Pace) -> None:
+        contact.tell(Status(order.number, "training", pace=pace))
+
     try:
         with _on_a_leash(contact, order.number) as cut:
-            outcome = launch(run, quiet, signals, places)
+            outcome = launch(run, quiet, signals, places, told)
     except UserError as error:
         return Status(order.number, "refused", str(error))
     except RankError as error:

@@ -23,6 +23,7 @@ from cuboid.launch.pool import fork_server
 from cuboid.launch.watched import judge_with_all, stand_still_everywhere
 from cuboid.resilience.goodput import Failure, note_failure, seconds_since
 from cuboid.resilience.preemption import REQUEUE, Forwarder, Listener
+from cuboid.resilience.rebalance import Pace
 from cuboid.resilience.watchdog import Watchdog
 from cuboid.spec.fitting import check_world_size
 from cuboid.spec.run import Run
@@ -135,8 +136,15 @@ def start_fork_server(run: Run, signals: Forwarder) -> None:
     forkserver.ensure_running()
 
 
-def launch(run: Run, quiet: bool, signals: Forwarder, places: tuple[Place, ...]) -> Outcome:
-    """One attempt with these ranks on this machine: from the newest checkpoint to the end, or to the first failure."""
+def launch(
+    run: Run,
+    quiet: bool,
+    signals: Forwarder,
+    places: tuple[Place, ...],
+    told: Callable[[Pace], None] | None = None,
+) -> Outcome:
+    """One attempt with these ranks on this machine: from the newest checkpoint to the end, or to the first failure.
+    `told`: as `Watchdog` has it."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -160,7 +168,7 @@ def launch(run: Run, quiet: bool, signals: Forwarder, places: tuple[Place, ...])
     pids = fork_server().RawArray("q", len(places))
     signals.follow(pids)
     ranks_here = [place.rank for place in places]
-    watchdog = Watchdog(run, ranks_here, judge_with_all(places[0]), stand_still_everywhere(places[0]))
+    watchdog = Watchdog(run, ranks_here, judge_with_all(places[0]), stand_still_everywhere(places[0]), told=told)
     try:
         with watchdog:
             ranks = elastic_launch(config, run_started_rank)

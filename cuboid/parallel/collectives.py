@@ -3,7 +3,7 @@ habits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,13 +65,17 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
     return Pending(dist.all_reduce(x, group=group.handle, async_op=True), x, None, (group.track, "all-reduce"))
 
 
-def start_all_gather(part: Tensor, group: Group, into: Tensor | None = None) -> Pending:
-    """Concatenate the parts of all ranks along the first dimension."""
+def start_all_gather(
+    part: Tensor, group: Group, into: Tensor | None = None, sizes: Sequence[int] | None = None
+) -> Pending:
+    """Concatenate the parts of all ranks along the first dimension. `sizes`: of flat parts that are not equal."""
     if group.handle is None:
         return Pending(None, part if into is None else into.copy_(part))
     if into is None:
-        into = part.new_empty((part.shape[0] * group.size, *part.shape[1:]))
+        into = part.new_empty((sum(sizes) if sizes else part.shape[0] * group.size, *part.shape[1:]))
     group.count("all-gather", into.nbytes)
+    if sizes is not None:
+        return _start_uneven_all_gather(part, group, into, sizes)
     if group.local is not None:
         with group.track.collective("all-gather"):
             return Pending(None, group.local.all_gather(part, into))
@@ -82,11 +86,52 @@ def start_all_gather(part: Tensor, group: Group, into: Tensor | None = None) -> 
     return Pending(work, into, None, (group.track, "all-gather"))
 
 
-def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
-    """Sum over all ranks; each keeps its part along the first dimension."""
+def _start_uneven_all_gather(part: Tensor, group: Group, into: Tensor, sizes: Sequence[int]) -> Pending:
+    if group.local is not None:
+        with group.track.collective("all-gather"):
+            return Pending(None, group.local.uneven_all_gather(part, into, sizes))
+    if group.is_fake:  # own numbers stand for those of others
+        for row in into.split(list(sizes)):
+            row[: len(part)].copy_(part[: len(row)])
+        return Pending(None, into)
+    awaited: tuple[Track, Wait] = (group.track, "all-gather")
+    if group.is_gloo:  # its all-gather takes one size; this moves the same bytes
+        sent = part.repeat(group.size)
+        work = dist.all_to_all_single(
+            into, sent, list(sizes), [len(part)] * group.size, group=group.handle, async_op=True
+        )
+        return Pending(work, into, None, awaited)
+    # NCCL broadcasts each part, all of them in one group of calls.
+    work = dist.all_gather(list(into.split(list(sizes))), part.contiguous(), group=group.handle, async_op=True)
+    return Pending(work, into, None, awaited)
+
+
+def _start_uneven_reduce_scatter(x: Tensor, group: Group, sizes: Sequence[int]) -> Pending:
+    part = x.new_empty(sizes[group.index])
+    if group.local is not None:
+        with group.track.collective("reduce-scatter"):
+            return Pending(None, group.local.uneven_reduce_scatter(x, part, sizes))
+    if group.is_fake:
+        return Pending(None, part.copy_(x.split(list(sizes))[group.index]).mul_(group.size))
+    awaited: tuple[Track, Wait] = (group.track, "reduce-scatter")
+    if group.is_gloo:
+        received = x.new_empty(group.size * len(part))
+        work = dist.all_to_all_single(
+            received, x, [len(part)] * group.size, list(sizes), group=group.handle, async_op=True
+        )
+        return Pending(work, received, lambda: sum_rows(received.view(group.size, -1)), awaited)
+    # NCCL reduces each part to its rank, all of them in one group of calls.
+    work = dist.reduce_scatter(part, list(x.split(list(sizes))), group=group.handle, async_op=True)
+    return Pending(work, part, None, awaited)
+
+
+def start_reduce_scatter(x: Tensor, group: Group, sizes: Sequence[int] | None = None) -> Pending:
+    """Sum over all ranks; each keeps its part along the first dimension. `sizes`: of flat parts that are not equal."""
     if group.handle is None:
         return Pending(None, x)
     group.count("reduce-scatter", x.nbytes)
+    if sizes is not None:
+        return _start_uneven_reduce_scatter(x, group, sizes)
     part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
     if group.local is not None:
         with group.track.collective("reduce-scatter"):

@@ -8,7 +8,7 @@ would have made of the whole ones."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -20,10 +20,13 @@ from cuboid.spec.sharding import Part
 
 
 class Fp8Shard:
-    def __init__(self, parts: list[Part], fp8: Collection[str], begin: int, end: int, group: Group) -> None:
+    def __init__(
+        self, parts: list[Part], fp8: Collection[str], begin: int, end: int, group: Group, sizes: Sequence[int] | None
+    ) -> None:
+        """`sizes`: of all shards, where they are not equal."""
         self._quantised = [part for part in parts if part.name in fp8]
         self._rest = [part for part in parts if part.name not in fp8]
-        self._begin, self._end, self._group = begin, end, group
+        self._begin, self._end, self._group, self._sizes = begin, end, group, sizes
         self._shard: Tensor | None = None
 
     def forget(self) -> None:
@@ -34,7 +37,7 @@ class Fp8Shard:
         """The bytes of all shards are its result. `weights`: of this rank's shard."""
         if self._shard is None:
             self._shard = self._round(weights)
-        return start_all_gather(self._shard, self._group)
+        return start_all_gather(self._shard, self._group, sizes=self._sizes)
 
     def _held(self, part: Part) -> tuple[slice, slice]:
         """Which elements of the shard belong to a part, and which of the part they are."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -22,13 +24,15 @@ class GradientReducer:
         size: int,
         dtype: torch.dtype,
         replicates_late: bool = False,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         """`shard`: what of the unit's flat buffer, of `size` elements, this rank keeps under ZeRO. `dtype`: of sums.
-        `replicates_late`: replicas of a shard may finish units in different orders, and sum them when all are done."""
+        `replicates_late`: replicas of a shard may finish units in different orders, and sum them when all are done.
+        `sizes`: of all shards, where they are not equal."""
         self._parameters, self._parts = parameters, parts
         self._zero, self._groups = zero, groups
         self._shard, self._size, self.dtype = shard, size, dtype
-        self._replicates_late = replicates_late
+        self._replicates_late, self._sizes = replicates_late, sizes
         first = next(iter(parameters.values()))
         self._device = first.device
         self._summed: Tensor | None = None
@@ -96,7 +100,7 @@ class GradientReducer:
             # A whole gradient lives for one reduce-scatter: ZeRO 2 and 3 keep the shard only, once a micro-batch.
             flat = torch.zeros(self._size, dtype=self.dtype, device=self._device)
             self._take(flat, first=True)
-            self._reducing = start_reduce_scatter(flat, self._groups.shard)
+            self._reducing = start_reduce_scatter(flat, self._groups.shard, self._sizes)
             return
         if not self.adds_in_place:
             self._take(self._sum, first=self._collected == 1)
@@ -108,8 +112,10 @@ class GradientReducer:
         """The collective of ZeRO 0 and 1."""
         if self.are_autograds:
             return
-        start = start_all_reduce if self._zero == 0 else start_reduce_scatter
-        self._reducing = start(self._sum, self._groups.data if self._zero == 0 else self._groups.shard)
+        if self._zero == 0:
+            self._reducing = start_all_reduce(self._sum, self._groups.data)
+        else:
+            self._reducing = start_reduce_scatter(self._sum, self._groups.shard, self._sizes)
 
     def _take(self, target: Tensor, first: bool) -> None:
         """Move `.grad` into the buffer: copy the first, add the rest."""

@@ -54,7 +54,7 @@ from cuboid.schedule.table import Schedule
 from cuboid.spec.layout import Recompute
 from cuboid.spec.partition import held_layers
 from cuboid.spec.plugin import PythonModelSpec
-from cuboid.spec.ranks import coordinates
+from cuboid.spec.ranks import coordinates, shard_weights
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import (
     BALANCES,
@@ -445,6 +445,7 @@ class _Builder:
                 [part for part, declared in table.items() if one_scale and is_block_linear(name, declared)],
                 torch.bfloat16 if self.run.training.gradient_sums == "bf16" and not balance else None,
                 self.layout.has_unequal_counts and self.layout.zero >= 2 and not balance,
+                shard_weights(self.groups.world.index, self.layout, experts)[0],
             )
         return self.units[name]
 

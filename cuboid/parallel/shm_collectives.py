@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -118,6 +118,25 @@ class SharedMemoryGroup:
         for chunk in self._chunks(flat.numel(), x.element_size() * self._size):
             shown = self.all_show(rows[:, chunk]).unflatten(1, (self._size, -1))
             flat[chunk].copy_(sum_rows(shown[:, self._index]))
+        return into
+
+    def uneven_all_gather(self, part: Tensor, into: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Of flat parts; shorter ones are filled up as they are shown."""
+        rows = into.split(list(sizes))
+        shown = torch.nn.functional.pad(part, (0, max(sizes) - len(part)))
+        for chunk in self._chunks(max(sizes), part.element_size()):
+            for row, theirs in zip(rows, self.all_show(shown[chunk]), strict=True):
+                here = row[chunk]
+                here.copy_(theirs[: len(here)])
+        return into
+
+    def uneven_reduce_scatter(self, x: Tensor, into: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Of a flat tensor, one rank's part after another."""
+        for place, row in enumerate(x.split(list(sizes))):
+            for chunk in self._chunks(len(row), x.element_size()):
+                shown = self.all_show(row[chunk])
+                if place == self._index:
+                    into[chunk].copy_(sum_rows(shown))
         return into
 
     def all_to_all(self, x: Tensor, into: Tensor) -> Tensor:

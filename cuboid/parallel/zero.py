@@ -14,7 +14,7 @@ Of a master weight beside a bf16 parameter only the difference is kept (`kernels
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,7 +26,7 @@ from cuboid.parallel.collectives import Pending, start_all_gather
 from cuboid.parallel.fp8_all_gather import Fp8Shard
 from cuboid.parallel.grad_reduce import GradientReducer
 from cuboid.parallel.groups import Holders
-from cuboid.spec.sharding import Part
+from cuboid.spec.sharding import Part, shard_sizes
 
 
 class Unit:
@@ -41,9 +41,11 @@ class Unit:
         fp8: Collection[str] = (),
         sums: torch.dtype | None = None,
         replicates_late: bool = False,
+        weights: Sequence[int] = (),
     ) -> None:
         """`fp8`: parameters whose matmuls are in fp8 with one scale for each; ZeRO 3 gathers them so. `sums`: in what
-        gradients are summed; default: in float32 or wider. `replicates_late`: as `GradientReducer` has it."""
+        gradients are summed; default: in float32 or wider. `replicates_late`: as `GradientReducer` has it.
+        `weights`: of the ranks that ZeRO splits over; default: equal ones."""
         self.name = name
         self.parts = parts
         self.zero = zero
@@ -51,14 +53,14 @@ class Unit:
         self.uses = 0
         """How many times one micro-batch uses the unit on this rank (twice when a tied embedding is first and last)."""
         self.accumulate = wide(compute)
-        shards = groups.shard.size if zero else 1
-        total = parts[-1].offset + parts[-1].size
-        # Equal shards: the last one is padded, so that an all-gather and a reduce-scatter take one size from every
-        # rank.
-        self.shard_size = -(-total // shards)
-        self.begin = self.shard_size * (groups.shard.index if zero else 0)
+        # The last one is padded: equal shards take one size from every rank, as all-gather and reduce-scatter want it.
+        sizes = shard_sizes(parts, (weights or [1] * groups.shard.size) if zero else [1])
+        index = groups.shard.index if zero else 0
+        self.shard_size = sizes[index]
+        self.begin = sum(sizes[:index])
         self.end = self.begin + self.shard_size
-        self._flat = torch.zeros(self.shard_size * shards, dtype=compute, device=device)
+        self._sizes = sizes if len(set(sizes)) > 1 else None
+        self._flat = torch.zeros(sum(sizes), dtype=compute, device=device)
         # This rank's shard of the parameters; of ZeRO 3 all that it has of them between uses.
         self._own = torch.zeros(self.shard_size, dtype=compute, device=device) if zero == 3 else self._shard(self._flat)
         self._master_is_apart = compute != self.accumulate
@@ -71,13 +73,21 @@ class Unit:
         self._settle_kept: Callable[[], None] = _is_settled
         # With one scale a tensor the gathered bytes are what the matmul would have made; with row scales they are not.
         gathers_fp8 = zero == 3 and groups.shard.size > 1 and fp8
-        self._fp8 = Fp8Shard(parts, fp8, self.begin, self.end, groups.shard) if gathers_fp8 else None
+        self._fp8 = Fp8Shard(parts, fp8, self.begin, self.end, groups.shard, self._sizes) if gathers_fp8 else None
         self._opened: Tensor | None = None
         # `.data` has its own version counter: gathering anew between forward and backward is not a change to autograd.
         self.parameters = {part.name: nn.Parameter(self._view(self._flat.data, part)) for part in parts}
         shard = slice(self.begin, self.end)
         self._gradients = GradientReducer(
-            self.parameters, parts, zero, groups, shard, self._flat.numel(), sums or self.accumulate, replicates_late
+            self.parameters,
+            parts,
+            zero,
+            groups,
+            shard,
+            self._flat.numel(),
+            sums or self.accumulate,
+            replicates_late,
+            self._sizes,
         )
         self._gathering: Pending | None = None
         self._update: tuple[torch.cuda.Event, list[Tensor]] | None = None
@@ -164,7 +174,7 @@ class Unit:
         # The all-gather of ZeRO 3. Parameters are views of one storage, which only changes its size: they need no new
         # views, and autograd sees the same tensors in forward and backward.
         self._make_room()
-        self._gathering = start_all_gather(self._own, self.groups.shard, self._flat)
+        self._gathering = start_all_gather(self._own, self.groups.shard, self._flat, self._sizes)
 
     def _make_room(self) -> None:
         self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
@@ -210,7 +220,7 @@ class Unit:
             self._own.copy_(self._kept)
         # The clone is sent: `_own` is a part of `_flat`, which the all-gather writes while it reads.
         if self.zero in (1, 2):
-            self._gathering = start_all_gather(self._own.clone(), self.groups.shard, self._flat)
+            self._gathering = start_all_gather(self._own.clone(), self.groups.shard, self._flat, self._sizes)
 
     def is_being_updated(self, until: torch.cuda.Event, reads: list[Tensor]) -> None:
         """Another stream changes this unit until an event, and reads these gradients."""

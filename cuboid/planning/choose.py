@@ -271,20 +271,24 @@ def _different(scores: Scores) -> Iterator[int]:
 
 def predict(question: Question, layout: Layout) -> Plan:
     """The plan of one given layout, whether or not it fits."""
-    if layout.batch_weights:
+    if layout.batch_weights or (layout.shard_weights and isinstance(question.model, PythonModelSpec)):
         return _predict_unequal(question, layout)
     if isinstance(question.model, PythonModelSpec):
         return own_plan(question, layout)
     check(layout, question.model, global_batch=question.global_batch, sequence=question.sequence)
     scores = score(question, Space.of([layout], question))
-    found = planned(question, *refine(question, [(scores, 0, memory_table(question, layout))]))
+    (refined,) = refine(question, [(scores, 0, memory_table(question, layout))])
+    found = planned(question, replace(refined, layout=layout))  # scores know nothing of weights
     return with_notes(found, reasons(found), warnings(found), [])
 
 
 def _predict_unequal(question: Question, layout: Layout) -> Plan:
-    """On ranks that are all alike everybody waits for the replica with the largest part of the batch."""
+    """On ranks that are all alike everybody waits for the replica with the largest part of the batch. Of models of
+    one's own shards are taken to be equal."""
     check(layout, question.model, global_batch=question.global_batch, sequence=question.sequence)
     alike, batch = layout.as_replica(layout.busiest_replica, question.global_batch)
+    if isinstance(question.model, PythonModelSpec):
+        alike = alike.changed(shard_weights=())
     found = predict(replace(question, global_batch=batch), alike)
     utilization = found.utilization * question.global_batch / batch
     found = replace(found, question=question, layout=layout, utilization=utilization)

@@ -16,7 +16,7 @@ from cuboid.spec.homes import sent_elements, stage_size, wire_precision
 from cuboid.spec.layout import V_SHAPED, Recompute
 from cuboid.spec.partition import held_layers
 from cuboid.spec.plugin import PythonModelSpec, SegmentRun
-from cuboid.spec.ranks import coordinates
+from cuboid.spec.ranks import coordinates, shard_weights
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import (
     EXPERTS,
@@ -30,6 +30,7 @@ from cuboid.spec.sharding import (
     kv_part_count,
     lay_out,
     seen_places,
+    shard_sizes,
     units,
 )
 from cuboid.telemetry.communication_ledger import Kind, Ledger, differences
@@ -69,13 +70,10 @@ class HeldUnit:
     shard: int
     """How many it keeps, padding included."""
     shards: int
+    flat: int
+    """Elements of all of them."""
     linears: list[Part]
     """Those of its parts that fp8 multiplies."""
-
-    @property
-    def flat(self) -> int:
-        """Elements of all shards."""
-        return self.shard * self.shards
 
 
 class RankStep:
@@ -119,15 +117,13 @@ class RankStep:
         layout = self.layout
         place = ShardingRank(layout.tp, self.place.tp, layout.ep, self.rank % layout.ep, layout.sequence_parallel)
         parts = lay_out(unit.parameters, place)
-        shards, index = layout.shard_size * layout.cp, self.place.dp * layout.cp + self.place.cp
-        if unit.routed:
-            shards, index = layout.expert_shard_size, self.rank // layout.ep
-        if not layout.zero or not unit.uses:  # what no micro-batch uses is never split
-            shards = 1
-        shard = -(-(parts[-1].offset + parts[-1].size) // shards)
-        begin = index % shards * shard
+        splits = layout.zero and unit.uses  # what no micro-batch uses is never split
+        weights, index = shard_weights(self.rank, layout, unit.routed) if splits else ((1,), 0)
+        sizes = shard_sizes(parts, weights)
+        begin = sum(sizes[:index])
         linears = [part for part in parts if is_block_linear(unit.name, unit.parameters[part.name])]
-        return HeldUnit(unit.name, parts, unit.uses, unit.routed, begin, shard, shards, linears)
+        held = (begin, sizes[index], len(sizes), sum(sizes))
+        return HeldUnit(unit.name, parts, unit.uses, unit.routed, *held, linears)
 
     def fp8_parts(self, unit: HeldUnit) -> list[Part]:
         """What of a unit ZeRO 3 gathers in fp8: the rest travels with their scales."""

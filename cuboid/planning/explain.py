@@ -15,7 +15,7 @@ from cuboid.planning.question import Question
 from cuboid.planning.space import Space
 from cuboid.planning.stages import held
 from cuboid.planning.traffic import Moved, moved, sent
-from cuboid.spec.layout import Layout
+from cuboid.spec.layout import Layout, format_weights
 from cuboid.spec.plugin import PythonModelSpec
 
 # The decision framework, computed: does a layer fit an accelerator, does the model fit a node, what is left for data.
@@ -252,10 +252,13 @@ def after_zero(layout: Layout, held: tuple[float, float], stage: int) -> tuple[f
     if layout.zero < stage or shard * layout.tp == 1:
         return sum(held), f"{sum(held) / GB:.4g} billion"
     experts = max(shard * layout.tp // layout.ep, 1)
-    kept = held[0] / shard + held[1] / experts
+    fuller = layout.fuller_shard
+    kept = fuller * (held[0] / shard + held[1] / experts)
+    largest = f" × {fuller:.3g}, the largest of shard_weights={format_weights(layout.shard_weights)}"
+    zero = f"(zero={layout.zero}{largest if fuller > 1 else ''})"
     if not held[1]:
-        return kept, f"{held[0] / GB:.4g} billion / {shard} (zero={layout.zero})"
-    return kept, f"({held[0] / GB:.4g} / {shard} + {held[1] / GB:.4g} / {experts}) billion (zero={layout.zero})"
+        return kept, f"{held[0] / GB:.4g} billion / {shard} {zero}"
+    return kept, f"({held[0] / GB:.4g} / {shard} + {held[1] / GB:.4g} / {experts}) billion {zero}"
 
 
 def bubble_line(explanation: Explanation) -> str:

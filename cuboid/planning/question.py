@@ -90,8 +90,9 @@ class Question:
                 f"seq={self.sequence} is longer than max_positions={model.max_positions} of {model.name}; "
                 f"use seq={model.max_positions} or less"
             )
-        if self.fixed.get("batch_weights"):
-            raise UserError("batch_weights is not searched for equal accelerators; use cuboid explain to predict it")
+        for name in ("batch_weights", "shard_weights"):
+            if self.fixed.get(name):
+                raise UserError(f"{name} is not searched for equal accelerators; use cuboid explain to predict it")
         # What depends on fields that are still open is left to the search.
         open_fields = {"dp", "ep", "shard"} | (set() if "schedule" in self.fixed else {"vpp"})
         open_fields |= set() if "cp" in self.fixed else {"cp_method", "cp_inner"}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.cost.inputs import Array, Shape, single
+from cuboid.cost.inputs import Array, Shape, number, single
 from cuboid.cost.memory import Memory, kept_fraction, kept_per_layer, peak_memory, rank_memory
 from cuboid.cost.pipeline import in_flight, with_shared_cores
 from cuboid.cost.sharding import host_bytes
@@ -184,7 +184,7 @@ def memory_table(question: Question, layout: Layout) -> Table:
     shape, engine = Shape.of(question.model), question.profile
     part = held(question.model, layout.schedule, layout.pp, layout.vpp, question.sequence)
     micro_batches = question.global_batch // (layout.dp * layout.micro_batch)
-    jobs = Space.of([layout], question).jobs
+    jobs = replace(Space.of([layout], question).jobs, fuller=number(layout.fuller_shard))
     first, last = part.ends()
     ranks = np.arange(layout.pp, dtype=np.float64)
     again = part.recomputed(layout.recompute_layers)

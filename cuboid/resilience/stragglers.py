@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from cuboid.console import say
 from cuboid.readers import Unreadable, read_json
+from cuboid.resilience.rebalance import Pace
 from cuboid.spec.layout import Layout
 from cuboid.spec.ranks import coordinates
 from cuboid.telemetry.heartbeat import Reading
@@ -110,11 +111,12 @@ class Stragglers:
             return step > 1  # the first also warms up
         return step >= self._before[0].step + STEPS and time.monotonic() >= self._moment + SECONDS
 
-    def look(self, readings: list[Reading]) -> None:
+    def look(self, readings: list[Reading]) -> Pace | None:
+        """Of the window that is over now; None of the first."""
         before, self._before, self._moment = self._before, readings, time.monotonic()
         found = step_times(before, readings)
         if not found:
-            return
+            return None
         worst = slowest(found, self._layout)
         self._keep(found, worst, readings[0].step)
         is_slow = worst is not None and worst.ratio >= SLOW
@@ -126,6 +128,9 @@ class Stragglers:
                 f"{worst.peers:.2f} s; the difference is in {worst.because}",
                 as_warning=True,
             )
+        setup = max(reading.spent.get("set-up", 0.0) for reading in readings)
+        whole = max(one.own + one.wait for one in found)
+        return Pace(readings[0].step, max(one.own for one in found), whole, setup)
 
     def _keep(self, found: list[StepTimes], worst: Slowest | None, step: int) -> None:
         row: dict[str, Any] = {"step": step, "time": round(time.time(), 3), "ranks": [_rounded(one) for one in found]}

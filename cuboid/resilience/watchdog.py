@@ -23,6 +23,7 @@ from cuboid.errors import HangError
 from cuboid.resilience.diagnosis import GONE, NOT_BEGUN, Diagnosis, diagnose
 from cuboid.resilience.goodput import Attempt, note_attempt
 from cuboid.resilience.hang_dumps import Open, Recorders, collect_stacks, is_compiling, oldest_open, tell_open
+from cuboid.resilience.rebalance import Pace
 from cuboid.resilience.standstill import Limit, Silence, Standstill, limit_of_all
 from cuboid.resilience.stragglers import Stragglers
 from cuboid.spec.run import Run
@@ -64,12 +65,14 @@ class Watchdog:
         everywhere: Callable[[bool], bool] = bool,
         folder: Path | None = None,
         announce: Callable[[str], None] | None = None,
+        told: Callable[[Pace], None] | None = None,
     ) -> None:
         """`ranks`: their numbers, or how many will show themselves in `folder`. `judge`: who holds up the job, by the
         readings of this machine and those of other nodes. `everywhere`: tells them whether all ranks here stand still,
         and returns whether those of all nodes do. `folder`: where ranks that somebody else started write their
-        heartbeats. `announce`: told who hangs before all ranks are ended."""
-        self._run, self._given, self._announce = run, folder, announce
+        heartbeats. `announce`: told who hangs before all ranks are ended. `told`: hears what the steps of the ranks
+        here are made of."""
+        self._run, self._given, self._announce, self._told = run, folder, announce, told
         self._ranks, self._all = ((), ranks) if isinstance(ranks, int) else (ranks, len(ranks))
         self._judge = judge
         self._standstill = Standstill(run.resilience, everywhere, lambda reading: is_compiling(reading, self.folder))
@@ -122,7 +125,9 @@ class Watchdog:
             self._open()
             all_there = len(self._words) == self._all
             if all_there and stragglers.is_due(self._words[self._ranks[0]][STEP]):
-                stragglers.look(self.readings())
+                pace = stragglers.look(self.readings())
+                if pace is not None and self._told is not None:
+                    self._told(pace)
             noted = tuple(words[place] for words in self._words.values() for place in (CHANGES, DEVICE_PASSED))
             seconds = silence.look(time.monotonic(), noted, self._starved())
             if not spec.hang_factor:

@@ -7,10 +7,11 @@ it, and both agree to the byte."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 from typing import Literal
 
@@ -22,8 +23,19 @@ from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.partition import held_layers
 from cuboid.spec.plugin import PythonModelSpec
+from cuboid.spec.ranks import shard_weights
 from cuboid.spec.run import Run
-from cuboid.spec.sharding import BALANCES, Declared, DeclaredUnit, Part, ShardingRank, is_block_linear, lay_out, units
+from cuboid.spec.sharding import (
+    BALANCES,
+    Declared,
+    DeclaredUnit,
+    Part,
+    ShardingRank,
+    is_block_linear,
+    lay_out,
+    shard_sizes,
+    units,
+)
 
 Rows = tuple[tuple[int, int], ...]
 """Runs of rows (first, behind the last) of a parameter whose leading dimensions are flattened: one matrix of it."""
@@ -137,19 +149,19 @@ def kept_by(unit: DeclaredUnit, layout: Layout) -> dict[str, list[Kept]]:
     """By parameter; ranks that keep the same elements stand together."""
     size = stage_size(layout)
     sharded = layout.zero and not unit.name.endswith(BALANCES)
-    variants, shards = layout.tp, layout.shard_size * layout.cp if sharded else 1
-    if unit.routed:
-        variants, shards = layout.ep, layout.expert_shard_size
+    variants = layout.ep if unit.routed else layout.tp
     found: dict[str, dict[tuple[int, int, int], Kept]] = {name: {} for name in unit.parameters}
     for variant in range(variants):
         place = ShardingRank(layout.tp, variant % layout.tp, layout.ep, variant % layout.ep, layout.sequence_parallel)
         parts = lay_out(unit.parameters, place)
-        length = -(-(parts[-1].offset + parts[-1].size) // shards)
+        weights = shard_weights(variant, layout, unit.routed)[0] if sharded else (1,)
+        ends = [0, *accumulate(shard_sizes(parts, weights))]
         for part in parts:
-            for shard in range(part.offset // length, -(-(part.offset + part.size) // length)):
-                start = max(shard * length - part.offset, 0)
-                stop = min((shard + 1) * length - part.offset, part.size)
-                ranks = tuple(range(variant + variants * shard, size, variants * shards))
+            first = bisect_right(ends, part.offset) - 1
+            for shard in range(first, bisect_left(ends, part.offset + part.size)):
+                start = max(ends[shard] - part.offset, 0)
+                stop = min(ends[shard + 1] - part.offset, part.size)
+                ranks = tuple(range(variant + variants * shard, size, variants * len(weights)))
                 key = (part.slice.start, start, stop)
                 others = found[part.name][key].ranks if key in found[part.name] else ()
                 found[part.name][key] = Kept(part, start, stop, tuple(sorted((*others, *ranks))))

@@ -83,6 +83,9 @@ class Layout:
     """In which proportion data-parallel replicas divide a global batch, e.g. 3:1; default: equally. Replicas that meet
     only at the end of a step run so many more micro-batches. Those that wait for one another in each micro-batch
     (zero=2 and 3, experts over replicas) run equally many, of so many more sequences than `micro_batch` says."""
+    shard_weights: tuple[int, ...] = ()
+    """In which proportion the replicas that ZeRO splits over keep what it splits, e.g. 3:1; default: equally. With
+    `shard`, the replicas of each group alike."""
     offload: bool = False
     """Keep the optimizer's state in CPU memory and bring it to the accelerator for the update. Changes no
     result; on CPUs, whose memory is the host's, nothing at all."""
@@ -178,17 +181,21 @@ class Layout:
 
     def _resolve_weights(self) -> None:
         """Equal weights have one spelling, none, and others the smallest numbers."""
-        if self.batch_weights == ():
-            return
-        weights = convert(self.batch_weights, field_types(Layout)["batch_weights"], "batch_weights")
-        told = f"batch_weights={format_weights(weights)}"
-        if not weights or min(weights) < 1 or max(weights) > MOST_PER_RANK:
-            raise UserError(f"{told} has a weight that is not between 1 and {MOST_PER_RANK}; use 3:1 or the like")
-        if len(weights) != self.dp:
-            raise UserError(f"{told} has {len(weights)} weights for dp={self.dp}; use one for each replica")
-        common = gcd(*weights)
-        weights = tuple(weight // common for weight in weights)
-        object.__setattr__(self, "batch_weights", weights if max(weights) > 1 else ())
+        wanted = {"batch_weights": ("dp", self.dp), "shard_weights": ("shard", self.shard_size)}
+        for name, (field, count) in wanted.items():
+            if getattr(self, name) == ():
+                continue
+            weights = convert(getattr(self, name), field_types(Layout)[name], name)
+            told = f"{name}={format_weights(weights)}"
+            if name == "shard_weights" and not self.zero:
+                raise UserError(f"{told} has nothing to split with zero=0; use zero=1, zero=2 or zero=3")
+            if not weights or min(weights) < 1 or max(weights) > MOST_PER_RANK:
+                raise UserError(f"{told} has a weight that is not between 1 and {MOST_PER_RANK}; use 3:1 or the like")
+            if len(weights) != count:
+                raise UserError(f"{told} has {len(weights)} weights for {field}={count}; use one for each replica")
+            common = gcd(*weights)
+            weights = tuple(weight // common for weight in weights)
+            object.__setattr__(self, name, weights if max(weights) > 1 else ())
 
     # How replicas divide a global batch.
 
@@ -201,6 +208,14 @@ class Layout:
     def batch_unit(self) -> int:
         """What a global batch must divide by, in sequences."""
         return self.batch_parts * self.micro_batch
+
+    def shard_weight_of(self, replica: int) -> int:
+        return self.shard_weights[replica % self.shard_size] if self.shard_weights else 1
+
+    @property
+    def fuller_shard(self) -> float:
+        """What the replica with most keeps of what ZeRO splits, over the mean."""
+        return max(self.shard_weights) * self.shard_size / sum(self.shard_weights) if self.shard_weights else 1.0
 
     def weight_of(self, replica: int) -> int:
         return self.batch_weights[replica] if self.batch_weights else 1

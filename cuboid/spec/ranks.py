@@ -41,6 +41,16 @@ def rank_of(place: Coordinates, layout: Layout) -> int:
     return ((place.pp * layout.dp + place.dp) * layout.cp + place.cp) * layout.tp + place.tp
 
 
+def shard_weights(rank: int, layout: Layout, routed: bool = False) -> tuple[tuple[int, ...], int]:
+    """The weights of the ranks that ZeRO splits over together with this one, and its place among them. `routed`: what
+    routed experts keep."""
+    stride, count = (layout.ep, layout.expert_shard_size) if routed else (layout.tp, layout.shard_size * layout.cp)
+    here = rank % (layout.dp * layout.cp * layout.tp)
+    place = here // stride % count
+    first, replica = here - place * stride, layout.cp * layout.tp
+    return tuple(layout.shard_weight_of((first + stride * each) // replica) for each in range(count)), place
+
+
 def groups(layout: Layout) -> dict[str, tuple[Group, ...]]:
     """Kind -> the groups of ranks that communicate; each kind but `embedding` puts every rank in exactly one group.
 

@@ -181,6 +181,9 @@ class ResilienceSpec:
     good steps is a spike; 0 looks for none, 8 is a good number. The host then waits for each step."""
     spike_window: int = 128
     """How many of the latest good steps say what is usual."""
+    rebalance: bool = True
+    """Of a job on many nodes: give replicas on slow nodes less of each batch, as measured, right after a checkpoint, if
+    that saves more than starting again takes. Nothing changes but speed."""
     check_replicas_every: int = 0
     """Steps between comparisons of what several ranks should hold alike, also before each checkpoint then; 0 is
     never."""

@@ -6,7 +6,7 @@ bytes all follow from it. Nothing is guessed from a name."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -174,6 +174,12 @@ def lay_out(declared: Mapping[str, Declared], rank: ShardingRank) -> list[Part]:
         parts.append(Part(name, shape, split.slice_of(name, shape, rank), offset))
         offset += parts[-1].size
     return parts
+
+
+def shard_sizes(parts: list[Part], weights: Sequence[int]) -> list[int]:
+    """Elements of each shard of a unit: one slot for each weight, the last one filled up."""
+    slot = -(-(parts[-1].offset + parts[-1].size) // sum(weights))
+    return [slot * weight for weight in weights]
 
 
 # The parameters of a model by name, shape and split, in the order the modules of `cuboid.model` hold them, and the

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuboid.launch.coordinator import Coordinator, Order, Rules, Status
+from cuboid.resilience.rebalance import Balance, Pace
 from cuboid.resilience.replan import Choice
+from cuboid.spec.layout import Layout
 
 
 class Story:
@@ -208,3 +212,59 @@ def test_nobody_trains_while_the_disk_of_the_run_is_full() -> None:
     assert story.passes(300).task == "wait" and len(story.failures) == 1, "no attempt was lost in vain"
     story.room = True
     assert story.passes(2).task == "train"
+
+
+def slow_story() -> Story:
+    """Two nodes; the second is slow where parts are equal."""
+    story = Story(2, 2, 1)
+
+    def balanced(order: Order, paces: Mapping[str, Pace]) -> Balance | None:
+        if order.layout == "dp=2" and paces["b"].own > 1:
+            return Balance(Layout.parse("dp=2,batch_weights=2:1"), 2.0, 1.4, "b", 2.0)
+        return None
+
+    story.coordinator._balance = balanced
+    story.arrive("a", "b")
+    assert story.passes(2).layout == "dp=2"
+    return story
+
+
+def windows(story: Story, *own: float) -> Order:
+    """The second node's seconds in one window after another."""
+    for number, seconds in enumerate(own):
+        order = story.coordinator.order
+        for node in ("a", "b"):
+            pace = Pace(10 * (number + 1), seconds if node == "b" else 1.0, 2.0, 1.0)
+            story.now += 1
+            story.coordinator.hear(node, Status(order.number, "training", pace=pace), story.now)
+            story.coordinator.decide(story.now)
+    return story.coordinator.order
+
+
+def test_a_slow_node_gets_less_right_after_a_checkpoint() -> None:
+    story = slow_story()
+    assert windows(story, 2.0, 2.0).task == "train", "there is nothing newer to continue from"
+    story.checkpoint = 5
+    assert windows(story, 2.0, 2.0).task == "wait"
+    order = story.passes(3)
+    assert order.layout == "dp=2,tp=1,pp=1,batch_weights=2:1"
+    assert order.reason.endswith(
+        "node b is 2 times as slow as the fastest: batch_weights=2:1 makes a step 1.4 s, not 2 s"
+    )
+    story.checkpoint = 6
+    assert story.passes(30).number == order.number, "it stays"
+
+
+def test_a_moment_of_slowness_changes_nothing_and_a_failure_ends_it() -> None:
+    story = slow_story()
+    windows(story, 2.0, 0.9, 2.0)
+    story.checkpoint = 5
+    assert story.passes(3).layout == "dp=2"
+    story = slow_story()
+    windows(story, 2.0, 2.0)
+    story.checkpoint = 5
+    assert story.passes(5).layout == "dp=2,tp=1,pp=1,batch_weights=2:1"
+    story.states["b"] = "failed"
+    story.passes(1)
+    story.states["b"] = ""
+    assert story.passes(3).layout == "dp=2"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,7 +86,25 @@ def _differences(rank: int, group: Group, size: int, dtype: torch.dtype, seed: i
     found["all_gather into"] = collectives.start_all_gather(own, group, into).wait() is into and torch.equal(
         into, parts.flatten(0, 1)
     )
+    found |= _uneven(rank, group, parts, same)
     return [name for name, right in found.items() if not right]
+
+
+def _uneven(rank: int, group: Group, parts: Tensor, same: Callable[[Tensor, Tensor], bool]) -> dict[str, bool]:
+    """Flat parts of sizes that differ from rank to rank."""
+    flat = parts.flatten(1)
+    sizes = [1 + place * (flat.shape[1] // group.size) // group.size for place in range(group.size)]
+    sizes[-1] = flat.shape[1] - sum(sizes[:-1])
+    ends = [sum(sizes[: place + 1]) for place in range(group.size)]
+    pieces = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    whole = torch.cat([row[piece] for row, piece in zip(flat, pieces, strict=True)])
+    gathered = collectives.start_all_gather(flat[rank, pieces[rank]].clone(), group, sizes=sizes).wait()
+    summed = collectives.start_reduce_scatter(flat[rank].clone(), group, sizes).wait()
+    total = flat.double().sum(0) if flat.is_floating_point() else flat.sum(0)
+    return {
+        "uneven all_gather": torch.equal(gathered, whole),
+        "uneven reduce_scatter": same(summed, total[pieces[rank]]),
+    }
 
 
 def _shifted_by(distance: int, own: torch.Tensor, parts: torch.Tensor, group: Group) -> bool:

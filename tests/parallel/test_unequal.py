@@ -56,3 +56,38 @@ def test_experts(pool: Pool, layout: str) -> None:
 @pytest.mark.parametrize("more", [["data.assignment=work"], ["optimizer.kind=muon"], ["model.tie_embeddings=true"]])
 def test_whatever_else_there_is(pool: Pool, layout: str, more: list[str]) -> None:
     assert_equal(pool, small_run(layout, *more))
+
+
+SHARDS = [
+    "dp=2,zero=1,shard_weights=3:1",
+    "dp=3,zero=2,shard_weights=1:2:1",
+    "dp=2,tp=2,pp=2,zero=3,shard_weights=1:3,schedule=zbv",
+    "dp=4,zero=3,shard=2,shard_weights=2:1",
+    "dp=2,cp=2,zero=3,shard_weights=3:1",
+    "dp=2,pp=2,zero=1,shard_weights=1:2,batch_weights=3:1,schedule=interleaved",
+    "dp=2,zero=3,shard_weights=1:2,batch_weights=2:1",
+]
+
+
+@pytest.mark.parametrize("layout", SHARDS)
+def test_unequal_shards(pool: Pool, layout: str) -> None:
+    assert_equal(pool, small_run(layout))
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=4,ep=2,zero=3,shard_weights=3:1:2:1", "dp=2,tp=2,ep=2,zero=1,shard_weights=3:1"]
+)
+def test_unequal_shards_of_experts(pool: Pool, layout: str) -> None:
+    assert_equal(pool, small_run(layout, model="tiny-deepseek"))
+
+
+@pytest.mark.parametrize("layout", ["dp=2,tp=2,zero=1,shard_weights=3:1", "dp=3,zero=3,shard_weights=1:2:3"])
+def test_matrices_of_unequal_shards_find_home(pool: Pool, layout: str) -> None:
+    assert_equal(pool, small_run(layout, "optimizer.kind=muon"))
+
+
+def test_ranks_keep_what_their_weights_say(pool: Pool) -> None:
+    run = small_run("dp=2,zero=3,shard_weights=3:1")
+    larger, smaller = pool.run("tests.parallel.cases:held_bytes", (run,), ranks=2)
+    assert larger["optimizer"] == pytest.approx(3 * smaller["optimizer"], rel=0.01)
+    assert larger["master"] == pytest.approx(3 * smaller["master"], rel=0.01)

@@ -237,8 +237,9 @@ def test_nanotron(plan: Callable[..., Plan]) -> None:
             for target in ("megatron", "deepspeed", "torchtitan", "nanotron")
         ),
         *(
-            (target, "dp=2,pp=8,batch_weights=3:1", "llama3-8b", "batch_weights=3:1")
+            (target, f"dp=2,pp=8,zero=1,{weights}", "llama3-8b", weights)
             for target in ("megatron", "deepspeed", "torchtitan", "nanotron")
+            for weights in ("batch_weights=3:1", "shard_weights=3:1")
         ),
     ],
 )

@@ -91,6 +91,14 @@ def test_weights_are_one_proportion() -> None:
     assert Layout(dp=2, batch_weights=[3, 1]).batch_weights == (3, 1)  # type: ignore[arg-type]
 
 
+def test_shards_by_weight() -> None:
+    layout = Layout.parse("dp=4,zero=3,shard=2,shard_weights=6:2")
+    assert str(layout) == "dp=4,tp=1,pp=1,zero=3,shard=2,shard_weights=3:1"
+    assert [layout.shard_weight_of(replica) for replica in range(4)] == [3, 1, 3, 1]
+    assert layout.fuller_shard == 1.5
+    assert (Layout(dp=2, zero=1).fuller_shard, Layout(dp=2, zero=1).shard_weight_of(1)) == (1.0, 1)
+
+
 def test_replicas_divide_a_batch_by_weight() -> None:
     layout = Layout.parse("dp=3,micro_batch=2,batch_weights=3:1:2")
     assert [layout.sequences_of(replica, 24) for replica in range(3)] == [range(12), range(12, 16), range(16, 24)]
@@ -159,6 +167,14 @@ def test_changed_resolves_defaults_anew() -> None:
         (
             "dp=2,batch_weights=a:1",
             "batch_weights=a:1 is no list of weights; write it like batch_weights=3:1 or batch_weights=3x4:1x2",
+        ),
+        (
+            "dp=2,shard_weights=3:1",
+            "shard_weights=3:1 has nothing to split with zero=0; use zero=1, zero=2 or zero=3",
+        ),
+        (
+            "dp=4,zero=1,shard=2,shard_weights=3:1:3:1",
+            "shard_weights=3:1:3:1 has 4 weights for shard=2; use one for each replica",
         ),
         ("zero=4", "zero=4 is out of range; use zero=3"),
         ("zero=-1", "zero=-1 is out of range; use zero=0"),

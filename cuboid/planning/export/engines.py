@@ -60,9 +60,10 @@ class Lost:
             self.found.append(f"{key}={shown} ({instead})")
 
     def unless_equal(self, layout: Layout) -> None:
-        """No other engine gives replicas unequal parts of a batch."""
-        weights = format_weights(layout.batch_weights)
-        self.unless(not weights, "batch_weights", weights, "its replicas take equal parts of a batch; leave it out")
+        """No other engine gives replicas unequal parts of a batch, or of what ZeRO splits."""
+        batch, shards = format_weights(layout.batch_weights), format_weights(layout.shard_weights)
+        self.unless(not batch, "batch_weights", batch, "its replicas take equal parts of a batch; leave it out")
+        self.unless(not shards, "shard_weights", shards, "its replicas keep equal shards; leave it out")
 
     def refuse(self) -> None:
         """Raises when anything was lost."""
