@@ -65,6 +65,11 @@ def fastest(question: Question) -> Plan:
     return own_plans(question, 1, "time")[0] if own else _ranked(question, 1, "time").plans[0]
 
 
+def with_reasons(plan: Plan) -> Plan:
+    """One without them, with reasons and warnings."""
+    return with_notes(plan, reasons(plan), warnings(plan), [])
+
+
 @dataclass(frozen=True)
 class Ranked:
     """Plans, best first, and the layouts in closed form that they were simulated from."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
 from math import gcd
 from typing import Any
 
 from cuboid.cost.island_loss import ExpectedLoss, expected_loss
 from cuboid.cost.rounds import IslandTimes, Prediction, Timeline, endless, rounds_over_time
 from cuboid.errors import UserError
-from cuboid.planning.choose import fastest, plans
+from cuboid.planning.choose import fastest, with_reasons
 from cuboid.planning.island_links import Paths, Sent, fragment_bytes, sent_between
 from cuboid.planning.plan import Plan
 from cuboid.planning.question import Question
@@ -31,6 +32,8 @@ EVERY = (32, 64, 128, 256, 512)
 """Steps between synchronisations: the literature's laws are fitted at 30, and a longer interval learns less."""
 BITS = (8, 4)
 """What is proven here to learn like data parallelism, then half of that."""
+FEW = 4
+"""Groups of which every number of the fastest is tried."""
 FRAGMENTS = (1, 2, 4, 8, 16)
 DELAYS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 LATEST = 4
@@ -134,11 +137,11 @@ def parse_wanted(text: str) -> dict[str, Any]:
 def plan_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping[str, Any]) -> IslandsPlan:
     """`global_batch`: sequences in a step of all islands together. `wanted`: fields of [islands] the user decides."""
     by_speed = _by_speed(groups, ask, global_batch)
-    best: IslandsPlan | None = None
-    for count in range(2, len(by_speed) + 1):
+    best: _Candidate | None = None
+    for count in _counts(by_speed):
         members = tuple(group for group in groups.groups if group in by_speed[:count])
         try:
-            found = _planned(groups, members, ask, share(global_batch, count), wanted)
+            found = _candidate(groups, members, ask, share(global_batch, count), wanted)
         except UserError:
             if best is None and count == len(by_speed):
                 raise
@@ -150,7 +153,16 @@ def plan_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping[st
             f"{groups.name} has {len(by_speed)} group that fits the model; name it, as in {groups.name}.toml:"
             f"{by_speed[0].name}"
         )
-    return _compared(best, ask, global_batch, by_speed)
+    return _compared(_planned(groups, best), ask, global_batch, by_speed)
+
+
+def _counts(by_speed: Sequence[Group]) -> list[int]:
+    """How many of the fastest groups are tried: of many, all that are alike or none of them."""
+    every = range(2, len(by_speed) + 1)
+    if len(by_speed) <= FEW:
+        return list(every)
+    kinds = [group.cluster.accelerator for group in by_speed]
+    return [count for count in every if count == len(by_speed) or kinds[count] != kinds[count - 1]]
 
 
 def share(global_batch: int, count: int) -> int:
@@ -166,15 +178,19 @@ def _by_speed(groups: Groups, ask: Ask, global_batch: int) -> list[Group]:
     """Those that fit the model, the fastest first."""
     found: list[tuple[float, int, Group]] = []
     refused: UserError | None = None
+    known: dict[ClusterSpec, float] = {}
     for place, group in enumerate(groups.groups):
-        try:
-            question = ask(group.cluster, share(global_batch, len(groups.groups)))
-        except UserError as reason:
-            refused = reason
-            continue
-        scores = search(question, group.cluster.accelerators, keep=1)
-        if len(scores.space):
-            found.append((float(scores.seconds[0]), place, group))
+        like = replace(group.cluster, name="")
+        if like not in known:
+            try:
+                question = ask(group.cluster, share(global_batch, len(groups.groups)))
+            except UserError as reason:
+                refused = reason
+                continue
+            scores = search(question, group.cluster.accelerators, keep=1)
+            known[like] = float(scores.seconds[0]) if len(scores.space) else float("inf")
+        if known[like] < float("inf"):
+            found.append((known[like], place, group))
     if not found:
         if refused is not None:
             raise refused
@@ -183,43 +199,66 @@ def _by_speed(groups: Groups, ask: Ask, global_batch: int) -> list[Group]:
     return [group for _, _, group in sorted(found, key=lambda each: each[:2])]
 
 
-def _planned(
+@dataclass(frozen=True)
+class _Candidate:
+    """Islands before their bytes are counted one by one."""
+
+    paths: Paths
+    plans: tuple[Plan, ...]
+    spec: IslandsSpec
+    step_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(plan.question.global_batch * plan.question.sequence for plan in self.plans) / self.step_seconds
+
+
+def _candidate(
     groups: Groups, members: tuple[Group, ...], ask: Ask, batch: int, wanted: Mapping[str, Any]
-) -> IslandsPlan:
+) -> _Candidate:
     known: dict[ClusterSpec, Plan] = {}
     chosen = []
     for group in members:
         like = replace(group.cluster, name="")
         if like not in known:
-            known[like] = plans(ask(group.cluster, batch), top=1)[0]
+            known[like] = fastest(ask(group.cluster, batch))
         chosen.append(replace(known[like], question=ask(group.cluster, batch)))
     paths = Paths(groups, members)
-    spec = _mildest(paths, chosen, wanted)
+    return _Candidate(paths, tuple(chosen), *_mildest(paths, chosen, wanted))
+
+
+def _planned(groups: Groups, found: _Candidate) -> IslandsPlan:
+    paths, spec = found.paths, found.spec
+    chosen = tuple(with_reasons(plan) for plan in found.plans)
     times = tuple(island_times(plan, spec) for plan in chosen)
-    model = chosen[0].question.model
-    runs = [replace(plan.run_with({}), islands=spec) for plan in chosen]
-    transfers, sent = [], [0] * len(members)
+    runs = {str(plan.layout): replace(plan.run_with({}), islands=spec) for plan in chosen}
+    layouts = [str(plan.layout) for plan in chosen]
+    transfers, sent = [], [0] * len(chosen)
     for fragment in range(spec.fragments):
-        between = [[sent_between(own, other, fragment) for other in runs] for own in runs]
+        pairs = {
+            (own, other): sent_between(runs[own], runs[other], fragment)
+            for own, other in combinations_with_replacement(runs, 2)
+        }
+        pairs |= {(other, own): each for (own, other), each in pairs.items()}
+        between = [[pairs[own, other] for other in layouts] for own in layouts]
         transfers.append(paths.seconds(between))
         for number, row in enumerate(between):
             sent[number] += sum(each.bytes for place, each in enumerate(row) if place != number)
     prediction = endless(spec, times, transfers, paths.decide)
     seconds = _seconds(times, prediction)
-    slowest = max(each.step for each in times)
     return IslandsPlan(
         groups=groups,
-        names=tuple(group.name for group in members),
-        plans=tuple(chosen),
+        names=tuple(group.name for group in paths.members),
+        plans=chosen,
         spec=spec,
         times=times,
         transfers=tuple(transfers),
         decide=paths.decide,
         sent=tuple(sent),
-        computing=slowest / seconds,
+        computing=max(each.step for each in times) / seconds,
         hidden=_hidden(prediction.timeline, spec),
         step_seconds=seconds,
-        loss=expected_loss(model.active_parameters, len(members), spec.every),
+        loss=expected_loss(chosen[0].question.model.active_parameters, len(chosen), spec.every),
     )
 
 
@@ -252,10 +291,10 @@ def island_times(plan: Plan, spec: IslandsSpec) -> IslandTimes:
     )
 
 
-def _mildest(paths: Paths, chosen: Sequence[Plan], wanted: Mapping[str, Any]) -> IslandsSpec:
+def _mildest(paths: Paths, chosen: Sequence[Plan], wanted: Mapping[str, Any]) -> tuple[IslandsSpec, float]:
     """The table with which the slowest island computes enough: the shortest interval, then the most bits, the shortest
-    delay and the fewest fragments; where none is enough, the one with which it computes most."""
-    best: tuple[float, IslandsSpec] | None = None
+    delay and the fewest fragments; where none is enough, the one with which it computes most. And seconds of a step."""
+    best: tuple[IslandsSpec, float] | None = None
     ranks = max(plan.layout.world_size for plan in chosen)
     slowest = max(plan.seconds for plan in chosen)
     for spec in _specs(chosen, wanted):
@@ -263,13 +302,13 @@ def _mildest(paths: Paths, chosen: Sequence[Plan], wanted: Mapping[str, Any]) ->
         sizes = fragment_bytes(spec, chosen[0].question.model)
         transfers = [paths.seconds([[Sent(size, ranks)] * pairs] * pairs) for size in sizes]
         times = [island_times(plan, spec) for plan in chosen]
-        computing = slowest / _seconds(times, endless(spec, times, transfers, paths.decide))
-        if computing >= COMPUTING:
-            return spec
-        if best is None or computing > best[0]:
-            best = computing, spec
+        seconds = _seconds(times, endless(spec, times, transfers, paths.decide))
+        if slowest >= COMPUTING * seconds:
+            return spec, seconds
+        if best is None or seconds < best[1]:
+            best = spec, seconds
     assert best is not None
-    return best[1]
+    return best
 
 
 def _specs(chosen: Sequence[Plan], wanted: Mapping[str, Any]) -> Iterator[IslandsSpec]:
@@ -295,11 +334,7 @@ def _specs(chosen: Sequence[Plan], wanted: Mapping[str, Any]) -> Iterator[Island
 
 def _compared(best: IslandsPlan, ask: Ask, global_batch: int, by_speed: list[Group]) -> IslandsPlan:
     """With what else could be done with the same groups."""
-    alone = None
-    for group in by_speed:
-        found = _other(group.name, ask, group.cluster, global_batch)
-        if isinstance(found, Other) and (alone is None or found.tokens_per_second > alone.tokens_per_second):
-            alone = found
+    alone = _other(by_speed[0].name, ask, by_speed[0].cluster, global_batch)
     together = _other("one job", ask, as_one_job(best.groups), global_batch)
     notes = []
     batch = sum(plan.question.global_batch for plan in best.plans)
@@ -310,7 +345,7 @@ def _compared(best: IslandsPlan, ask: Ask, global_batch: int, by_speed: list[Gro
     left = [group.name for group in best.groups.groups if group.name not in best.names]
     if left:
         notes.append(f"without {' and '.join(left)}: all islands would wait for the slowest one")
-    if alone is not None and alone.tokens_per_second >= best.tokens_per_second:
+    if isinstance(alone, Other) and alone.tokens_per_second >= best.tokens_per_second:
         notes.append(f"{alone.name} alone is as fast: plan for {best.groups.name}.toml:{alone.name}")
     if isinstance(together, Other) and together.tokens_per_second >= best.tokens_per_second:
         notes.append("one job over the links is as fast: islands gain nothing here")
@@ -324,7 +359,13 @@ def _compared(best: IslandsPlan, ask: Ask, global_batch: int, by_speed: list[Gro
                 f"{room:g}"
             )
     one = together if isinstance(together, Other) else None
-    return replace(best, alone=alone, one_job=one, one_job_refused="" if one else str(together), notes=tuple(notes))
+    return replace(
+        best,
+        alone=alone if isinstance(alone, Other) else None,
+        one_job=one,
+        one_job_refused="" if one else str(together),
+        notes=tuple(notes),
+    )
 
 
 def _other(name: str, ask: Ask, cluster: ClusterSpec, global_batch: int) -> Other | UserError:
