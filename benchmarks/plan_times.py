@@ -88,7 +88,7 @@ def main() -> None:
             even = 1024 if size < 1000 else size if size <= 16384 else 15360
             for global_batch in sorted({1024, even}):
                 given = ["--seq", str(sequence), "--objective", options.objective]
-                given += ["--tokens", "3e11", "--days", "30"] if options.objective == "gpus" else []
+                given += ["--tokens", "3e11", "--deadline", "30"] if options.objective == "gpus" else []
                 cluster = f"{options.accelerator}x{size}"
                 taken, *others = (ask(folder, name, cluster, global_batch, given) for folder in folders)
                 if others:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 
-from cuboid.cost.goodput import HOUR, Costs, recommend
-from cuboid.cost.island_goodput import IslandFailures, island_goodput, simulate_islands
-from cuboid.cost.rounds import transfer_seconds
+from cuboid.cost.goodput import Costs, recommend
+from cuboid.cost.island_goodput import IslandFailures, simulate_islands
+from cuboid.planning.island_failures import failures_of, goodput_of
 from cuboid.planning.islands import IslandsPlan
 
 
@@ -17,7 +17,7 @@ def tell_islands(
 ) -> None:
     """`between`: mean seconds between failures of so many accelerators."""
     islands = failures_of(plan, between, costs)
-    found = island_goodput(islands, plan.spec.grace_seconds)
+    found = goodput_of(plan, islands)
     simulated = simulate_islands(islands, plan.spec.grace_seconds, seed=seed)
     together = 1 / sum(1 / each.mtbf for each in islands)
     one_job = recommend(together, costs).fraction
@@ -38,23 +38,6 @@ def tell_islands(
         f"at most islands.grace_seconds={plan.spec.grace_seconds:g} for each that is lost"
     )
     print(f"one job over all of them: {one_job:.1%}, a failure every {_told(together)} stops everything")
-
-
-def failures_of(plan: IslandsPlan, between: Callable[[int], float], costs: Costs) -> list[IslandFailures]:
-    """Each island fails as its accelerators do, and as often as its whole group is taken away."""
-    found = []
-    for group, own in zip(plan.members, plan.plans, strict=True):
-        rate = 1 / between(own.layout.world_size)
-        if group.life_hours is not None:
-            rate += 1 / (HOUR * group.life_hours)
-        state = 8.0 * own.question.model.parameters  # outer weights and momentum in float32
-        links = [plan.groups.link(group, other) for other in plan.members if other is not group]
-        uplink = plan.groups.uplink(group) or float("inf")
-        fetch = min(transfer_seconds(state, min(link.rate, uplink), link.latency) for link in links)
-        enter = max(fetch, plan.spec.every * plan.step_seconds)  # as many rounds later as there are fragments
-        down = costs.detect + costs.restart + enter
-        found.append(IslandFailures(1 / rate, down, plan.spec.every / 2 * plan.step_seconds))
-    return found
 
 
 def _show(plan: IslandsPlan, islands: list[IslandFailures], source: str, present: tuple[float, ...]) -> None:

@@ -50,6 +50,7 @@ VERBS = {
 OLD_SPELLINGS = {
     "estimate": {"--out": "--output"},
     "export": {"--dtype": "--precision"},
+    "plan": {"--days": "--deadline"},
     "verify": {"--dtype": "--precision"},
 }
 """Verb -> what its options were called -> what they are called: accepted, and no longer shown."""

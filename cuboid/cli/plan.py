@@ -55,7 +55,9 @@ def command(
     top: Annotated[int, typer.Option(min=1, max=100, help="How many layouts to show.")] = 5,
     objective: Annotated[
         str | None,
-        typer.Option(help="time, cost, memory, gpus (the fewest that meet --days); to generate: throughput, latency."),
+        typer.Option(
+            help="time, cost, memory, gpus (fewest in time for --deadline); to generate: throughput, latency."
+        ),
     ] = None,
     fix: Annotated[list[str] | None, typer.Option(help="Decide a field yourself: tp=8, or tp=8,pp=4.")] = None,
     max_memory: Annotated[str | None, typer.Option(help="Most a rank may hold: 60GiB or 90%; default: 95%.")] = None,
@@ -66,7 +68,11 @@ def command(
     ] = None,
     beyond: Annotated[bool, typer.Option("--beyond", help="Also layouts Cuboid's engine cannot train yet.")] = False,
     tokens: Annotated[float | None, typer.Option(help="Tokens to train on; says how many days that takes.")] = None,
-    days: Annotated[float | None, typer.Option(help="Days to train in, for --objective gpus.")] = None,
+    deadline: Annotated[float | None, typer.Option(help="Days to train in.")] = None,
+    budget: Annotated[float | None, typer.Option(help="Most it may cost, at the prices of a cluster file.")] = None,
+    front: Annotated[
+        Path | None, typer.Option(help="Write what it costs over the days it takes as an SVG picture.")
+    ] = None,
     islands: Annotated[
         str | None, typer.Option(help="On a file of groups: decide fields of [islands], as in every=64,bits=4.")
     ] = None,
@@ -84,6 +90,7 @@ def command(
         _check_groups(groups, cluster, purpose, for_engine, engine, objective)
     elif islands:
         raise UserError(f"--islands {islands} is for a cluster file with several groups; {cluster} has one")
+    prices = _asks_for_prices(groups, objective, tokens, deadline, budget, front)
     place = groups.groups[0].cluster
     if purpose == "generate":
         sizes = (prompt_tokens, output_tokens)
@@ -119,11 +126,19 @@ def command(
             beyond_engine=beyond,
         )
 
+    if prices:
+        from cuboid.cli.plan_offers import Wanted, answer_offers
+
+        wanted = Wanted(
+            objective=objective or "time", tokens=tokens, budget=budget, deadline=deadline, output=output, picture=front
+        )
+        answer_offers(groups, ask, global_batch, wanted, as_json)
+        return
     if several:
         _answer_islands(groups, ask, global_batch, islands, tokens, output, as_json)
         return
     question = ask(place, global_batch)
-    found = _answer(question, objective or "time", top, tokens, days)
+    found = _answer(question, objective or "time", top, tokens, deadline)
     if for_engine:
         export(found[0], for_engine)  # names what its files lack: a model, a precision
     if output is not None:
@@ -142,9 +157,29 @@ def _check_groups(
 ) -> None:
     one = f"name one group, as in {cluster}:{groups.groups[0].name}"
     asked = {"for": (purpose, "train"), "for-engine": (for_engine, None), "engine": (engine, "cuboid")}
+    if objective in ("cost", "gpus"):
+        objective = None
     for name, (value, usual) in (asked | {"objective": (objective or "time", "time")}).items():
         if value != usual:
             raise UserError(f"{name}={value} is for accelerators of one group, and {cluster} has several; {one}")
+
+
+def _asks_for_prices(
+    groups: Groups,
+    objective: str | None,
+    tokens: float | None,
+    deadline: float | None,
+    budget: float | None,
+    front: Path | None,
+) -> bool:
+    """Whether parts of the cluster are compared by days and cost; a cluster without prices has its fewest and its
+    cheapest accelerators without."""
+    if budget is not None or front is not None:
+        return True
+    if len(groups.groups) > 1:
+        return objective in ("cost", "gpus") or deadline is not None
+    priced = any(group.price is not None or group.spot_price is not None for group in groups.groups)
+    return (priced and objective == "cost" and tokens is not None) or (deadline is not None and objective != "gpus")
 
 
 @uncollected()
@@ -186,13 +221,13 @@ def _fixed(target: str | None, decided: dict[str, Any]) -> dict[str, Any]:
 
 
 @uncollected()
-def _answer(question: Question, objective: str, top: int, tokens: float | None, days: float | None) -> list[Plan]:
+def _answer(question: Question, objective: str, top: int, tokens: float | None, deadline: float | None) -> list[Plan]:
     if objective not in OBJECTIVES:
         raise UserError(f"unknown objective={objective}; use {' or '.join(nearest_names(objective, OBJECTIVES, 4))}")
     if objective == "gpus":
-        if not tokens or not days or tokens <= 0 or days <= 0:
-            raise UserError("objective=gpus needs a deadline; add --tokens 300e9 --days 30")
-        return fewest(question, tokens=tokens, days=days, top=top)
+        if not tokens or not deadline or tokens <= 0 or deadline <= 0:
+            raise UserError("objective=gpus needs a deadline; add --tokens 300e9 --deadline 30")
+        return fewest(question, tokens=tokens, days=deadline, top=top)
     if objective == "cost":
         return cheapest(question, top=top)
     return plans(question, top=top, objective=objective)

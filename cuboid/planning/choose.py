@@ -65,6 +65,15 @@ def fastest(question: Question) -> Plan:
     return own_plans(question, 1, "time")[0] if own else _ranked(question, 1, "time").plans[0]
 
 
+def resized_search(question: Question) -> tuple[float, str] | None:
+    """Seconds and layout of the best for the whole cluster in closed form; None where none fits."""
+    if isinstance(question.model, PythonModelSpec):
+        own = own_plans(question, 1, "time")
+        return (own[0].seconds, str(own[0].layout)) if own else None
+    scores = search(question, question.cluster.accelerators, keep=1)
+    return (float(scores.seconds[0]), str(scores.space.layout(0))) if len(scores.space) else None
+
+
 def with_reasons(plan: Plan) -> Plan:
     """One without them, with reasons and warnings."""
     return with_notes(plan, reasons(plan), warnings(plan), [])

@@ -47,7 +47,7 @@ def test_other_objectives(objective: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_fewest_accelerators_for_a_deadline(capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = ["--objective", "gpus", "--tokens", "1e10", "--days", "5", "--json"]
+    wanted = ["--objective", "gpus", "--tokens", "1e10", "--deadline", "5", "--json"]
     assert main(["plan", *QUESTION, *wanted]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["plans"][0]["cluster"] != "h100x32"

@@ -1,0 +1,119 @@
+"""`cuboid plan` with prices: the Pareto front of time and cost, what is chosen of it, and its run file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cuboid.errors import UserError
+from cuboid.planning.choose import plans
+from cuboid.planning.front_picture import svg
+from cuboid.planning.island_file import dump_islands_plan
+from cuboid.planning.islands import Ask
+from cuboid.planning.offers import FAILURES, Offer, best, front, offers, part
+from cuboid.planning.plan import amount, dump_plan
+from cuboid.readers import check_output, write_output
+from cuboid.spec.groups import Groups
+
+SHOWN = 12
+"""Lines of the front in the terminal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the command line asks of prices."""
+
+    objective: str
+    tokens: float | None
+    budget: float | None
+    deadline: float | None
+    output: Path | None
+    picture: Path | None
+
+    def check(self) -> None:
+        for name, value in (("budget", self.budget), ("deadline", self.deadline), ("tokens", self.tokens)):
+            if value is not None and not 0 < value < float("inf"):
+                raise UserError(f"{name}={value:g} is not above 0; use {name}=1000")
+        if self.objective not in ("time", "cost", "gpus"):
+            raise UserError(f"objective={self.objective} is not for prices; use time, cost or gpus")
+        if self.tokens is None:
+            raise UserError("what a training costs depends on its tokens; add --tokens 1e12")
+        for path in (self.output, self.picture):
+            if path is not None:
+                check_output(path)
+
+
+def answer_offers(groups: Groups, ask: Ask, global_batch: int, wanted: Wanted, as_json: bool) -> None:
+    wanted.check()
+    tokens = wanted.tokens or 0.0
+    found = offers(groups, ask, global_batch, tokens)
+    chosen = best(found, wanted.objective, wanted.budget, wanted.deadline)
+    fronted = front(found)
+    if wanted.picture is not None and not fronted:
+        raise UserError(f"{groups.name} has no prices to draw; add price or spot_price to its groups")
+    if wanted.output is not None:
+        write_output(wanted.output, _run_file(groups, ask, global_batch, chosen, tokens))
+    if wanted.picture is not None:
+        write_output(wanted.picture, svg(found, chosen, f"{amount(tokens)} tokens on {groups.name}"))
+    if as_json:
+        told = {"objective": wanted.objective, "tokens": tokens, "failures": FAILURES}
+        rows = [as_row(offer) for offer in fronted]
+        print(json.dumps({**told, "chosen": as_row(chosen), "front": rows, "omitted": groups.omitted()}))
+        return
+    _show(groups, fronted, chosen, wanted)
+
+
+def _run_file(groups: Groups, ask: Ask, global_batch: int, chosen: Offer, tokens: float) -> str:
+    if chosen.islands is not None:
+        return dump_islands_plan(chosen.islands, tokens)
+    plan = plans(ask(part(groups, chosen), global_batch), top=1)[0]
+    return dump_plan(replace(plan, train_tokens=tokens))
+
+
+def as_row(offer: Offer) -> dict[str, object]:
+    """An offer as JSON."""
+    return {
+        "groups": list(offer.groups),
+        "spot": offer.spot,
+        "accelerators": offer.accelerators,
+        "layout": offer.layout,
+        "tokens_per_second": offer.tokens_per_second,
+        "goodput": offer.goodput,
+        "days": offer.days,
+        "cost": offer.cost,
+    }
+
+
+def _show(groups: Groups, fronted: list[Offer], chosen: Offer, wanted: Wanted) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(
+        f"{amount(wanted.tokens or 0.0)} tokens on {groups.name}: the fastest and cheapest ways, with failures",
+        markup=False,
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in ("days", "cost", "GPUs", "training"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("on", style="bold", overflow="fold")
+    step = max(1, -(-len(fronted) // SHOWN))
+    shown = [offer for place, offer in enumerate(fronted) if place % step == 0 or offer == chosen]
+    for offer in shown if chosen in shown else [chosen, *shown]:
+        cost = "–" if offer.cost is None else f"{offer.cost:,.0f}"
+        mark = "→" if offer == chosen else ""
+        table.add_row(mark, f"{offer.days:.3g}", cost, str(offer.accelerators), f"{offer.goodput:.1%}", offer.name)
+    console.print(table)
+    limits = [f"budget {wanted.budget:g}"] if wanted.budget is not None else []
+    limits += [f"deadline {wanted.deadline:g} days"] if wanted.deadline is not None else []
+    within = f" within {' and '.join(limits)}" if limits else ""
+    words = {"time": "the fastest", "cost": "the cheapest", "gpus": "the fewest accelerators"}
+    console.print(f"→ {words[wanted.objective]}{within}: {chosen.layout}", markup=False, style="bold")
+    console.print("training: the fraction of time that is, with published failures and life_hours of what may be lost")
+    for sentence in groups.omitted():
+        console.print(f"! {sentence}", style="yellow", markup=False)
+    for what, path in (("written", wanted.output), ("picture", wanted.picture)):
+        if path is not None:
+            console.print(f"{what}: {path}", markup=False)

@@ -1,0 +1,155 @@
+"""What trainings cost: against arithmetic by hand, against trying everything, and more of anything is never worse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuboid.cost.goodput import PUBLISHED, Costs, recommend
+from cuboid.errors import UserError
+from cuboid.planning.front_picture import svg
+from cuboid.planning.offers import Offer, best, front, offers, part
+from cuboid.planning.question import Question
+from cuboid.spec.cluster import ClusterSpec, load_cluster
+from cuboid.spec.groups import Group, Groups, SiteLink
+from tests.planning.conftest import DENSE
+
+TOKENS = 1e11
+
+
+def ask(cluster: ClusterSpec, global_batch: int) -> Question:
+    return Question(model=DENSE, cluster=cluster, global_batch=global_batch, sequence=512)
+
+
+def group(name: str, cluster: str, price: float | None = 2.0, **more: float) -> Group:
+    return Group(name=name, cluster=replace(load_cluster(cluster), name=name), price=price, **more)  # type: ignore[arg-type]
+
+
+def groups(*members: Group, gbit: float = 10) -> Groups:
+    names = [member.name for member in members]
+    links = [
+        SiteLink(between=(first, second), bandwidth_gbit=gbit, latency_ms=10)
+        for place, first in enumerate(names)
+        for second in names[place + 1 :]
+    ]
+    return Groups(name="mine", groups=members, links=tuple(links))
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Offer]:
+    spot = group("here", "h100x16", 2.5, spot_price=1.0, life_hours=10)
+    return offers(groups(spot, group("there", "a100x8", 1.4)), ask, 64, TOKENS)
+
+
+def test_days_and_cost_by_hand(found: list[Offer]) -> None:
+    one = next(offer for offer in found if offer.groups == ("here",) and offer.accelerators == 16 and not offer.spot)
+    assert one.goodput == recommend(PUBLISHED["rsc"].seconds(16), Costs()).fraction
+    assert one.days == pytest.approx(TOKENS / one.tokens_per_second / one.goodput / 86400)
+    assert one.cost == pytest.approx(one.days * 24 * 16 * 2.5)
+    spot = next(offer for offer in found if offer.groups == ("here",) and offer.accelerators == 16 and offer.spot)
+    assert spot.goodput < one.goodput
+    assert spot.cost is not None and one.cost is not None and spot.cost < one.cost
+    islands = [offer for offer in found if offer.islands is not None]
+    assert {offer.groups for offer in islands} == {("here", "there")}
+
+
+def test_the_front_is_what_nothing_beats(found: list[Offer]) -> None:
+    kept = front(found)
+    for offer in found:
+        beaten = [
+            other
+            for other in found
+            if other.days <= offer.days
+            and (other.cost or 0) <= (offer.cost or 0)
+            and (other.days, other.cost) != (offer.days, offer.cost)
+        ]
+        equal = [each for each in kept if (each.days, each.cost) == (offer.days, offer.cost)]
+        assert bool(equal) != bool(beaten)
+    for faster, slower in pairwise(kept):
+        assert faster.days < slower.days and (faster.cost or 0) > (slower.cost or 0)
+
+
+def test_each_objective_within_its_limits(found: list[Offer]) -> None:
+    fastest, cheapest = best(found, "time", None, None), best(found, "cost", None, None)
+    assert fastest.days == min(offer.days for offer in found)
+    assert cheapest.cost == min(offer.cost or 0 for offer in found)
+    middle = (fastest.days * cheapest.days) ** 0.5
+    in_time = best(found, "cost", None, middle)
+    assert in_time.days <= middle
+    assert in_time.cost == min(offer.cost or 0 for offer in found if offer.days <= middle)
+    fewest = best(found, "gpus", None, middle)
+    assert fewest.accelerators == min(offer.accelerators for offer in found if offer.days <= middle)
+    paid = best(found, "time", 1.1 * (cheapest.cost or 0), None)
+    assert paid.days == min(offer.days for offer in found if (offer.cost or 0) <= 1.1 * (cheapest.cost or 0))
+
+
+def test_what_cannot_be_met_is_refused_with_what_would_be_enough(found: list[Offer]) -> None:
+    fastest, cheapest = best(found, "time", None, None), best(found, "cost", None, None)
+    with pytest.raises(UserError, match="is too short") as refused:
+        best(found, "cost", None, fastest.days / 2)
+    enough = float(str(refused.value).split("use deadline=")[1].split()[0])
+    assert best(found, "cost", None, enough).days <= enough
+    with pytest.raises(UserError, match="is too small") as refused:
+        best(found, "time", (cheapest.cost or 0) / 2, None)
+    enough = float(str(refused.value).split("use budget=")[1].split()[0])
+    assert (best(found, "time", enough, None).cost or 0) <= enough
+    free = offers(groups(group("free", "a100x8", None)), ask, 64, TOKENS)
+    with pytest.raises(UserError, match="needs a price"):
+        best(free, "cost", None, None)
+    assert best(free, "gpus", None, 1e9).accelerators == 1
+
+
+def test_the_part_that_is_taken(found: list[Offer]) -> None:
+    mine = groups(group("here", "h100x16"))
+    some = next(offer for offer in found if offer.groups == ("here",) and offer.accelerators == 8)
+    assert part(mine, some).accelerators == 8
+
+
+def test_the_picture_has_every_offer(found: list[Offer]) -> None:
+    root = ElementTree.fromstring(svg(found, best(found, "cost", None, None), "llama & <co>"))
+    circles = list(root.iter("{http://www.w3.org/2000/svg}circle"))
+    assert len(circles) == len(found) + 1
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    kind=st.sampled_from(["a100", "h100", "l40s", "v100"]),
+    nodes=st.integers(1, 4),
+    memory=st.floats(0.8, 16),
+    batch=st.sampled_from([8, 12, 64]),
+    more=st.sampled_from(["nodes", "memory", "bandwidth", "group", "link"]),
+)
+def test_more_is_never_worse(kind: str, nodes: int, memory: float, batch: int, more: str) -> None:
+    base = replace(load_cluster(f"{kind}x{8 * nodes}"), memory_gib=memory)
+    larger = replace(load_cluster(f"{kind}x{8 * (nodes + 1)}"), memory_gib=memory)
+
+    def of(cluster: ClusterSpec, gbit: float, *others: Group) -> tuple[float, float]:
+        own = Group(name="mine", cluster=replace(cluster, name="mine"), price=1.0)
+        try:
+            found = offers(groups(own, *others, gbit=gbit), ask_all, batch, TOKENS)
+        except UserError:
+            return float("inf"), float("inf")
+        return min(offer.days for offer in found), min(offer.cost or 0.0 for offer in found)
+
+    def ask_all(cluster: ClusterSpec, global_batch: int) -> Question:
+        precision = "bf16" if "bf16" in cluster.peak_tflops else "fp16"
+        return Question(model=DENSE, cluster=cluster, global_batch=global_batch, sequence=512, precision=precision)
+
+    other = group("other", "a100x8", 1.0)
+    before, after = {
+        "nodes": lambda: (of(base, 1), of(larger, 1)),
+        "memory": lambda: (of(base, 1), of(replace(base, memory_gib=2 * memory), 1)),
+        "bandwidth": lambda: (
+            of(base, 1),
+            of(replace(base, tiers=tuple(replace(tier, bandwidth=2 * tier.bandwidth) for tier in base.tiers)), 1),
+        ),
+        "group": lambda: (of(base, 1), of(base, 1, other)),
+        "link": lambda: (of(base, 1, other), of(base, 10, other)),
+    }[more]()
+    assert after[0] <= before[0] * (1 + 1e-9)
+    assert after[1] <= before[1] * (1 + 1e-9)
