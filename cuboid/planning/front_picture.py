@@ -11,7 +11,7 @@ from cuboid.planning.picture import GRID, INK, text_at
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 960, 520, 84, 64, 24, 60
 FRONT, OTHER, CHOSEN = "#4c78a8", "#c9c9c4", "#e45756"
-LABELLED = 8
+MOST_NAMES = 8
 """Names beside points of the front, at most: more would hide each other."""
 
 
@@ -45,7 +45,7 @@ def svg(offers: Sequence[Offer], chosen: Offer, title: str) -> str:
     parts += [_dot(place(offer), offer, OTHER, 3) for offer in priced if offer not in best]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, best))
     parts.append(f'<polyline points="{line}" fill="none" stroke="{FRONT}" stroke-width="1.5"/>')
-    every = max(1, math.ceil(len(best) / LABELLED))
+    every = max(1, math.ceil(len(best) / MOST_NAMES))
     for number, offer in enumerate(best):
         x, y = place(offer)
         parts.append(_dot((x, y), offer, FRONT, 4))
