@@ -50,6 +50,9 @@ def drawn(numbers: random.Random, model: str, precision: str) -> Run:
         layout += f",schedule={pick(['gpipe', '1f1b', 'interleaved', 'zb1p', 'zbv', 'dualpipev'])}"
         layout += f",recompute={pick(['none', 'none', 'selective', 'full'])},micro_batch={pick([1, 2])}"
         layout += f",sequence_parallel={pick(['true', 'false'])},ep={pick([1, 1, 2, 4])}"
+        for name in ("batch_weights", "shard_weights"):
+            if dp > 1 and pick([True, False]):  # replicas are refused shards where zero=0
+                layout += f",{name}={pick([2, 3])}" + ":1" * (dp - 1)
         settings = [f"training.seed={pick(range(1000))}", f"model.vocab={pick(range(9, 300))}", "model.layers=4"]
         settings += [f"data.attention_within_documents={pick(['true', 'false'])}"]
         settings += [f"optimizer.average={pick([0.0, 0.9])}", f"optimizer.kind={pick(['adamw', 'adamw', 'muon'])}"]

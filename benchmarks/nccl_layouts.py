@@ -97,7 +97,18 @@ PREDICTIONS = [
     Case("dp=2,cp=2,tp=2,pp=2,ep=2,zero=3,schedule=dualpipev", MTP, layers=5, batch=8),
     Case("dp=2,cp=2,tp=2,pp=2,ep=4,zero=2,schedule=interleaved", MTP, layers=5, batch=8),
 ]
-FLOAT64 = [*PIPELINES, *DATA, *TENSOR, *CONTEXT, *EXPERTS, *MANY, *WINDOWS, *PREDICTIONS]
+UNEQUAL = [
+    Case("dp=2,zero=1,batch_weights=3:1", batch=8),
+    Case("dp=2,pp=2,zero=1,batch_weights=2:1,schedule=interleaved", layers=5, batch=12),
+    Case("dp=2,tp=2,pp=2,zero=1,batch_weights=1:3,schedule=zbv", layers=5, batch=8),
+    Case("dp=2,zero=3,batch_weights=2:1", batch=6),
+    Case("dp=2,ep=2,batch_weights=2:1", "tiny-mixtral", batch=6),
+    *(Case(f"dp=2,zero={stage},shard_weights=3:1") for stage in (1, 2, 3)),
+    Case("dp=4,zero=3,shard=2,shard_weights=1:2", batch=8),
+    Case("dp=4,ep=2,zero=2,shard_weights=3:1:2:1", "tiny-mixtral", batch=8),
+    Case("dp=2,pp=2,zero=3,batch_weights=2:1,shard_weights=1:2,schedule=dualpipev", layers=5, batch=12),
+]
+FLOAT64 = [*PIPELINES, *DATA, *TENSOR, *CONTEXT, *EXPERTS, *MANY, *WINDOWS, *PREDICTIONS, *UNEQUAL]
 
 BF16 = [
     Case("dp=2", layers=2),
@@ -118,6 +129,8 @@ BF16 = [
     Case("tp=2,dp=2", MTP, layers=2),
     Case("tp=2", "tiny-gpt-oss", layers=2),
     Case("cp=2", "tiny-gpt-oss", layers=2),
+    Case("dp=2,zero=1,batch_weights=3:1,shard_weights=1:2", layers=2),
+    Case("dp=2,zero=3,batch_weights=3:1,shard_weights=1:2", layers=2),
 ]
 """Few layers, all of one stage alike: a rank compiles one block."""
 

@@ -82,7 +82,7 @@ class Job:
         """The rows of all steps. The second host is at half speed from the first steps on, or (`late`) from `slow_at`
         on."""
         with Hosts(2) as hosts:
-            quotas = [Quota(str(host)) for host in range(2)]
+            quotas = [Quota(f"{self.folder.name}-{host}") for host in range(2)]
             try:
                 started = [self._start(hosts, host, quotas[host]) for host in range(2)]
                 cores = self._options.cores
@@ -154,7 +154,7 @@ def always(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     table = {"model": options.model, "layout": options.layout}
     run = build_run(table, [f"{name}={value}" for name, value in FIELDS.items()])
     run = replace(run, training=replace(run.training, steps=100_000))
-    first = Job(options, folder / "first", options.layout, 35, off)
+    first = Job(options, folder / "first", options.layout, 25, off)
     first.run(0, late=False)
     found = balance(run, run.layout, 1, first.paces())
     if found is None:

@@ -26,6 +26,9 @@ def draw(random_source: random.Random, most: int, models: list[str], *more: str)
         parts += [f"micro_batch={pick([1, 2])}", f"recompute={pick(['none', 'none', 'selective', 'full'])}"]
         parts += [f"sequence_parallel={pick(['true', 'false'])}"]
         parts += [f"cp={cp},cp_method={pick(CONTEXT_METHODS)}"]
+        for name in ("batch_weights", "shard_weights"):
+            if dp > 1 and pick([True, False]):
+                parts.append(f"{name}={pick([2, 3])}" + ":1" * (dp - 1))
         overrides = [f"model.layers={pick(range(4, 10))}", f"model.vocab={pick(range(5, 300))}"]
         overrides += [f"model.kv_heads={pick([1, 2, 4, 8])}", f"training.seed={pick(range(1000))}"]
         assigned = pick(["data.assignment=work", "data.assignment=order", "data.attention_within_documents=false"])
