@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from cuboid.planning.generation import GenerationPlan
     from cuboid.planning.islands import Ask
+    from cuboid.planning.sensitivity import Change
 
 OBJECTIVES = ("time", "cost", "memory", "gpus")
 
@@ -76,6 +77,9 @@ def command(
     islands: Annotated[
         str | None, typer.Option(help="On a file of groups: decide fields of [islands], as in every=64,bits=4.")
     ] = None,
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="Also say what faster links, more memory or another GPU would buy.")
+    ] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the best plan as a run file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -135,7 +139,12 @@ def command(
         answer_offers(groups, ask, global_batch, wanted, as_json)
         return
     if several:
-        _answer_islands(groups, ask, global_batch, islands, tokens, output, as_json)
+        changes = None
+        if sensitivity:
+            from cuboid.planning.sensitivity import sensitivity_of_islands
+
+            changes = sensitivity_of_islands(ask, groups, global_batch)
+        _answer_islands(groups, ask, global_batch, islands, tokens, output, as_json, changes)
         return
     question = ask(place, global_batch)
     found = _answer(question, objective or "time", top, tokens, deadline)
@@ -143,13 +152,38 @@ def command(
         export(found[0], for_engine)  # names what its files lack: a model, a precision
     if output is not None:
         write_output(output, dump_plan(replace(found[0], train_tokens=tokens or 0.0)))
+    changes = _sensitivity(ask, place, global_batch) if sensitivity else None
     if as_json:
-        answer = {"model": question.model.name, "plans": [as_row(plan) for plan in found]}
-        print(json.dumps(answer | ({"days": found[0].days(tokens)} if tokens else {})))
+        answer: dict[str, object] = {"model": question.model.name, "plans": [as_row(plan) for plan in found]}
+        answer |= {"days": found[0].days(tokens)} if tokens else {}
+        print(json.dumps(answer | (_as_json(changes) if changes is not None else {})))
         return
     from rich.console import Console
 
-    show(Console(highlight=False), found, output, tokens)
+    console = Console(highlight=False)
+    show(console, found, output, tokens)
+    show_changes(console, changes)
+
+
+def _sensitivity(ask: Ask, place: ClusterSpec, global_batch: int) -> list[Change]:
+    from cuboid.planning.sensitivity import sensitivity
+
+    return sensitivity(ask, place, global_batch)
+
+
+def _as_json(changes: list[Change]) -> dict[str, object]:
+    return {"sensitivity": [asdict(change) for change in changes]}
+
+
+def show_changes(console: Console, changes: list[Change] | None) -> None:
+    """What gains most first."""
+    if changes is None:
+        return
+    console.print("what would change", style="bold")
+    for change in changes:
+        fits = f"{change.gain:+.1%} tokens/s" if change.tokens_per_second else "does not fit"
+        layout = f" ({change.layout})" if change.layout else ""
+        console.print(f"· {change.what}: {fits}{layout}", markup=False)
 
 
 def _check_groups(
@@ -191,6 +225,7 @@ def _answer_islands(
     tokens: float | None,
     output: Path | None,
     as_json: bool,
+    changes: list[Change] | None,
 ) -> None:
     from cuboid.cli import plan_islands as told
     from cuboid.planning.island_file import dump_islands_plan
@@ -201,11 +236,13 @@ def _answer_islands(
         write_output(output, dump_islands_plan(found, tokens or 0.0))
     if as_json:
         days = {"days": tokens / found.tokens_per_second / 86400} if tokens else {}
-        print(json.dumps(told.as_json(found) | days))
+        print(json.dumps(told.as_json(found) | days | (_as_json(changes) if changes is not None else {})))
         return
     from rich.console import Console
 
-    told.show(Console(highlight=False), found, str(output) if output else "", tokens)
+    console = Console(highlight=False)
+    told.show(console, found, str(output) if output else "", tokens)
+    show_changes(console, changes)
 
 
 def _fixed(target: str | None, decided: dict[str, Any]) -> dict[str, Any]:

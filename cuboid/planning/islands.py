@@ -136,8 +136,14 @@ def parse_wanted(text: str) -> dict[str, Any]:
 
 def plan_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping[str, Any]) -> IslandsPlan:
     """`global_batch`: sequences in a step of all islands together. `wanted`: fields of [islands] the user decides."""
+    best = fastest_islands(groups, ask, global_batch, wanted)
+    return _compared(_planned(groups, best), ask, global_batch, best.first)
+
+
+def fastest_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping[str, Any]) -> Candidate:
+    """The best number of the fastest groups."""
     by_speed = _by_speed(groups, ask, global_batch)
-    best: _Candidate | None = None
+    best: Candidate | None = None
     for count in _counts(by_speed):
         members = tuple(group for group in groups.groups if group in by_speed[:count])
         try:
@@ -153,7 +159,7 @@ def plan_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping[st
             f"{groups.name} has {len(by_speed)} group that fits the model; name it, as in {groups.name}.toml:"
             f"{by_speed[0].name}"
         )
-    return _compared(_planned(groups, best), ask, global_batch, by_speed)
+    return replace(best, first=by_speed[0])
 
 
 def _counts(by_speed: Sequence[Group]) -> list[int]:
@@ -200,13 +206,15 @@ def _by_speed(groups: Groups, ask: Ask, global_batch: int) -> list[Group]:
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class Candidate:
     """Islands before their bytes are counted one by one."""
 
     paths: Paths
     plans: tuple[Plan, ...]
     spec: IslandsSpec
     step_seconds: float
+    first: Group
+    """The fastest of all groups."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -215,7 +223,7 @@ class _Candidate:
 
 def _candidate(
     groups: Groups, members: tuple[Group, ...], ask: Ask, batch: int, wanted: Mapping[str, Any]
-) -> _Candidate:
+) -> Candidate:
     known: dict[ClusterSpec, Plan] = {}
     chosen = []
     for group in members:
@@ -224,10 +232,10 @@ def _candidate(
             known[like] = fastest(ask(group.cluster, batch))
         chosen.append(replace(known[like], question=ask(group.cluster, batch)))
     paths = Paths(groups, members)
-    return _Candidate(paths, tuple(chosen), *_mildest(paths, chosen, wanted))
+    return Candidate(paths, tuple(chosen), *_mildest(paths, chosen, wanted), first=members[0])
 
 
-def _planned(groups: Groups, found: _Candidate) -> IslandsPlan:
+def _planned(groups: Groups, found: Candidate) -> IslandsPlan:
     paths, spec = found.paths, found.spec
     chosen = tuple(with_reasons(plan) for plan in found.plans)
     times = tuple(island_times(plan, spec) for plan in chosen)
@@ -332,9 +340,9 @@ def _specs(chosen: Sequence[Plan], wanted: Mapping[str, Any]) -> Iterator[Island
 # Without islands.
 
 
-def _compared(best: IslandsPlan, ask: Ask, global_batch: int, by_speed: list[Group]) -> IslandsPlan:
+def _compared(best: IslandsPlan, ask: Ask, global_batch: int, first: Group) -> IslandsPlan:
     """With what else could be done with the same groups."""
-    alone = _other(by_speed[0].name, ask, by_speed[0].cluster, global_batch)
+    alone = _other(first.name, ask, first.cluster, global_batch)
     together = _other("one job", ask, as_one_job(best.groups), global_batch)
     notes = []
     batch = sum(plan.question.global_batch for plan in best.plans)

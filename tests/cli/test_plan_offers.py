@@ -87,3 +87,15 @@ def test_prices_need_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "add --tokens 1e12" in capsys.readouterr().err
     assert main(["plan", "qwen2.5-0.5b", "a100x8", *QUESTION[2:], "--budget", "9"]) == 2
     assert "needs a price and the cluster file has none" in capsys.readouterr().err
+
+
+def test_what_other_hardware_would_buy(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = ["plan", QUESTION[0], "a100x8", *QUESTION[2:6], "--sensitivity"]
+    assert main([*one, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["sensitivity"]
+    assert [row["gain"] for row in rows] == sorted((row["gain"] for row in rows), reverse=True)
+    assert main(one) == 0
+    assert "h200 in place of a100-80g: +" in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", *QUESTION[:6], "--sensitivity", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["sensitivity"]
+    assert {"links with 2 × the bandwidth", "2 × as many accelerators at here"} <= {row["what"] for row in rows}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cuboid.cost.goodput import PUBLISHED, Costs, recommend
 from cuboid.errors import UserError
 from cuboid.planning.front_picture import svg
+from cuboid.planning.islands import COMPUTING
 from cuboid.planning.offers import Offer, best, front, offers, part
 from cuboid.planning.question import Question
 from cuboid.spec.cluster import ClusterSpec, load_cluster
@@ -151,5 +152,7 @@ def test_more_is_never_worse(kind: str, nodes: int, memory: float, batch: int, m
         "group": lambda: (of(base, 1), of(base, 1, other)),
         "link": lambda: (of(base, 1, other), of(base, 10, other)),
     }[more]()
-    assert after[0] <= before[0] * (1 + 1e-9)
-    assert after[1] <= before[1] * (1 + 1e-9)
+    # Faster links may be spent on a milder table [islands], with which islands still compute that much of the time.
+    most = 1 / COMPUTING if more == "link" else 1 + 1e-9
+    assert after[0] <= before[0] * most
+    assert after[1] <= before[1] * most
