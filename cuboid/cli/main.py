@@ -3,6 +3,7 @@
 A verb is a file beside this one with a function `command`, and a line in `VERBS`.
 """
 
+import errno
 import gc
 import os
 import sys
@@ -67,6 +68,12 @@ GROUPS = {
 INTERRUPTED = 130
 """The exit status after Ctrl-C."""
 
+NO_ROOM = {
+    number: f"what this prints or writes has no room: {os.strerror(number)}; free some, or write elsewhere"
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+}
+"""The error of a disk that is full -> what is said of it."""
+
 HELP = "Plan and train language models with data × tensor × pipeline parallelism."
 
 # What the parser raises for a wrong option or argument; typer has no public name for it.
@@ -91,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
         os.environ["PYTHONIOENCODING"] = f"{sys.stdout.encoding}:backslashreplace"  # of ranks
     status = _status(list(sys.argv[1:] if arguments is None else arguments) or ["--help"])
+    status = _told(status)
     if status == INTERRUPTED and arguments is None:
         _leave_at_once()
     if arguments is None:
@@ -114,13 +122,15 @@ def _status(given: list[str]) -> int:
         if problems is not None:
             message = message.replace("Input should", f"{problems()[0]['input']} should")
         return _refuse(f"{message.rstrip('.')}; see cuboid {_verb(given) or ''} --help".replace("  ", " "))
-    except BrokenPipeError:
-        # The reader of a pipe has seen enough; Python would complain again when it closes the stream.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        _print_no_more()
         return 0
     except RecursionError:
         return _refuse("what was given is nested too deep, say a path of a thousand folders; use fewer levels")
     except OSError as problem:
+        if problem.errno in NO_ROOM:
+            _print_no_more()
+            return _refuse(NO_ROOM[problem.errno])
         if problem.filename is None:  # no file of the user's
             raise
         return _refuse(f"{problem.filename} cannot be used: {problem.strerror}; name another file or folder")
@@ -129,6 +139,23 @@ def _status(given: list[str]) -> int:
         return int(leaving.code or 0) if leaving.code != 1 else 0
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+
+
+def _told(status: int) -> int:
+    """The exit status when all that was printed has arrived, or cannot."""
+    try:
+        if sys.stdout is not None:  # it may be closed
+            sys.stdout.flush()
+    except OSError as problem:
+        _print_no_more()
+        if problem.errno in NO_ROOM and status == 0:
+            return _refuse(NO_ROOM[problem.errno])
+    return status
+
+
+def _print_no_more() -> None:
+    """Python would complain again when it closes the stream."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: list[str]) -> int:
@@ -214,7 +241,8 @@ def _leave_at_once() -> None:
 
 
 def _refuse(sentence: str) -> int:
-    print(f"error: {one_sentence(sentence)}", file=sys.stderr)
+    with suppress(OSError):  # there is nowhere left to complain
+        print(f"error: {one_sentence(sentence)}", file=sys.stderr)
     return 2
 
 

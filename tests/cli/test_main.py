@@ -98,6 +98,17 @@ def test_a_terminal_without_a_character_is_no_error() -> None:
     assert told.returncode == 0 and b"\\xd7" in told.stdout, told.stderr
 
 
+@pytest.mark.parametrize("arguments", [["models"], ["models", "--json"], ["--help"]])
+def test_a_full_disk_behind_the_output_is_one_sentence(arguments: list[str]) -> None:
+    words = [sys.executable, "-m", "cuboid.cli.main", *arguments]
+    with open("/dev/full", "w") as full:
+        told = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+        silent = subprocess.run(words, stdout=full, stderr=full)
+    assert told.returncode == silent.returncode == 2
+    assert told.stderr.startswith("error: what this prints or writes has no room: No space left on device; free some")
+    assert told.stderr.count("\n") == 1
+
+
 def test_a_reader_that_stops_early_is_no_error() -> None:
     program = f'"{sys.executable}" -m cuboid.cli.main map --layout dp=4096 --cluster cpux4096 --json | head -c 10'
     finished = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
