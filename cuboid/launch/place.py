@@ -43,12 +43,24 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
     """None: nobody started ranks, so this process should."""
     try:
         place = _torchrun(environment) or _slurm(environment)
+        if place is not None:
+            _check(place)
     except ValueError as problem:
         raise UserError(f"the variables of torchrun or Slurm are damaged: {problem}; start the ranks anew") from None
     if place is not None and not 0 <= place.rank < place.world_size:
         works = up_to(place.world_size - 1, "RANK=")
         raise UserError(f"RANK={place.rank} is not below WORLD_SIZE={place.world_size}; use {works}")
     return place
+
+
+def _check(place: Place) -> None:
+    """A ValueError says what no launcher sets."""
+    if not 1 <= place.local_world_size <= max(1, place.world_size):
+        raise ValueError(f"{place.local_world_size} ranks on this node, of {place.world_size} in all")
+    if place.local_rank < 0:
+        raise ValueError(f"LOCAL_RANK={place.local_rank}")
+    if not 0 < place.master_port < 65536:
+        raise ValueError(f"MASTER_PORT={place.master_port} is no port from 1 to 65535")
 
 
 def _torchrun(environment: Mapping[str, str]) -> Place | None:

@@ -106,6 +106,21 @@ def test_tasks_of_this_node(node: str, tasks: int) -> None:
     assert set_by_a_script is not None and set_by_a_script.local_world_size == tasks
 
 
+@pytest.mark.parametrize(
+    "setting",
+    ["RANK=x", "RANK=16", "LOCAL_WORLD_SIZE=-1", "LOCAL_WORLD_SIZE=17", "LOCAL_RANK=-1", "MASTER_PORT=99999"],
+)
+def test_what_no_launcher_sets_is_refused(setting: str) -> None:
+    name, _, value = setting.partition("=")
+    with pytest.raises(UserError, match=r"are damaged: .*; start the ranks anew|is not below WORLD_SIZE"):
+        find_place({**TORCHRUN, name: value})
+    slurm = {**SLURM, "MASTER_PORT": "0"}
+    with pytest.raises(UserError, match="MASTER_PORT=0 is no port"):
+        find_place(slurm)
+    with pytest.raises(UserError, match="0 ranks on this node, of 8"):
+        find_place({**SLURM, "SLURM_TASKS_PER_NODE": "0(x2)"})
+
+
 def test_a_node_that_slurm_does_not_name() -> None:
     with pytest.raises(UserError, match="SLURM_NODEID=2 is not in SLURM_STEP_TASKS_PER_NODE="):
         find_place({**SLURM, "SLURM_NODEID": "2"})
