@@ -4,11 +4,12 @@
 
 Hosts are network namespaces (root and iproute2); one more of them holds the attacker, which knows all about the job but
 its secret. It looks up every port on which a process of the job listens, and sends to each, over and over: junk, half
-messages, what was recorded of real traffic (taken with a raw socket on the first host), greetings of a forged node
-with a wrong secret, requests of PyTorch's own store; and holds as many connections open as it is told. Phases of one
-job alternate: the job is attacked, or the same attacker attacks somebody else, a port in its own host. Told are the
-step times of both, exit codes, the most bytes that a stranger heard on a connection, and the largest difference of a
-loss to a run of one process left alone: what is read, and what is injected."""
+messages, what was recorded of real traffic (taken with a raw socket on the first host), greetings of a forged node with
+a wrong secret, requests of PyTorch's own store; and holds as many connections open as it is told. Phases of one job
+alternate: the job is attacked, or the same attacker attacks somebody else, a port in its own host. Told are the step
+times of both, and the processor's (which other work on the machine changes less), exit codes, the most bytes that a
+stranger heard on a connection, and the largest difference of a loss to a run of one process left alone: what is read,
+and what is injected."""
 
 from __future__ import annotations
 
@@ -162,7 +163,7 @@ SINK = (
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    told: dict[str, Any] = {"sent": {}, True: [], False: []}
+    told: dict[str, Any] = {"sent": {}, True: [], False: [], "processor": {True: [], False: []}}
     with Hosts(options.hosts + 1, options.rate) as hosts:
         recorder = hosts.run(0, [sys.executable, __file__, "--record", str(folder / "recorded"), "--seconds", "25"])
         sink = (hosts.address(options.hosts), 9000)
@@ -175,7 +176,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             ports = sorted({port for name in hosts.names[: options.hosts] for port in listening(name)})
             told["ports"] = len(ports)
             (folder / "ports").write_text(json.dumps(ports if attacked else [sink] * len(ports)))
-            before = len(job.rows())
+            before, spent = len(job.rows()), processor(hosts, options.hosts)
             words = ["--attack", folder, "--seconds", options.seconds, "--connections", options.connections]
             command = [sys.executable, __file__, *map(str, words)]
             sent = json.loads(hosts.run(options.hosts, command, stdout=subprocess.PIPE, text=True).communicate()[0])
@@ -184,11 +185,22 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 told["heard"] = max(told.get("heard", 0), heard)
                 told["sent"] = {kind: told["sent"].get(kind, 0) + number for kind, number in sent.items()}
             told[attacked] += [row["seconds"] for row in job.rows()[before + 1 :]]
+            spent, steps = processor(hosts, options.hosts) - spent, len(job.rows()) - before
+            told["processor"][attacked].append(spent / max(1, steps))
         told["exit_codes"] = job.end()
         told["losses"] = [row["loss"] for row in job.rows()]
         failures = job.folder / "runs/default/failures.jsonl"
         told["failures"] = failures.read_text().splitlines() if failures.exists() else []
     return told
+
+
+def processor(hosts: Hosts, count: int) -> float:
+    """Seconds of the processor that the job's processes have had: what other work beside it does not change."""
+    spent = 0
+    for process in [each for host in range(count) for each in hosts.processes(host)]:
+        with suppress(OSError):
+            spent += sum(map(int, Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    return spent / os.sysconf("SC_CLK_TCK")
 
 
 def alone(folder: Path, steps: int) -> list[float]:
@@ -226,7 +238,9 @@ def main() -> None:
         losses = told.pop("losses")
         pairs = list(zip(losses, alone(Path(folder), len(losses)), strict=True))
     attacked, spared = told.pop(True), told.pop(False)
+    cpu = {kind: median(told["processor"][kind == "attacked"]) for kind in ("spared", "attacked")}
     told |= {
+        "processor": cpu,
         "steps": [len(spared), len(attacked)],
         "step_seconds": [median(spared), median(attacked)],
         "slower": median(attacked) / median(spared) - 1,
@@ -239,6 +253,8 @@ def main() -> None:
     print(f"most bytes that a stranger heard on one of them: {told['heard']}")
     print(f"a step takes {median(spared):.4f} s ({len(spared)} steps) while another is attacked,")
     print(f"             {median(attacked):.4f} s ({len(attacked)} steps) attacked: {100 * told['slower']:+.1f} %")
+    print(f"and {cpu['spared']:.4f} and {cpu['attacked']:.4f} s of the processor: ", end="")
+    print(f"{100 * (cpu['attacked'] / cpu['spared'] - 1):+.1f} % (medians of {options.phases} phases)")
     print(f"largest relative difference of a loss {told['largest_difference']:.1e}; exit codes {told['exit_codes']}")
     print(f"failures noted: {told['failures']}")
 
