@@ -4,6 +4,9 @@ accelerators, and which questions take more than 2 seconds or 500 MB:
 `--beside FOLDER`: each question is asked of that checkout too, right after, because seconds of the processor depend on
 what else the machine does; answers that differ are named.
 
+    python benchmarks/plan_times.py --claims       # three questions with their limits
+
+`--claims`: nine groups (three kinds of 512 in three zones, with prices), 100,000 accelerators, llama3-405b on 16,384.
 Each question is a process of its own. A question without an answer ("too small") counts like any other.
 """
 
@@ -13,7 +16,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
+from itertools import combinations_with_replacement
 from pathlib import Path
 
 import cuboid
@@ -66,6 +71,43 @@ def ask(folder: Path, model: str, cluster: str, global_batch: int, options: list
     return Taken(model, cluster, global_batch, seconds, usage.ru_maxrss / 1024, code == 0, answer)
 
 
+KINDS = {"h100": (3.0, 1.5), "a100": (1.8, 0.8), "l40s": (1.0, 0.4)}
+"""Of accelerators: prices on demand and spot."""
+ZONES = ("us", "eu", "asia")
+
+
+def nine_groups() -> str:
+    """A cluster file of three kinds × 512 in three zones."""
+    lines = []
+    for zone in ZONES:
+        for kind, (price, spot) in KINDS.items():
+            lines += ["[[groups]]", f'name = "{zone}-{kind}"', f'site = "{zone}"', f'accelerator = "{kind}"']
+            lines += ["nodes = 64", f"price = {price}", f"spot_price = {spot}", "life_hours = 40"]
+    for first, second in combinations_with_replacement(ZONES, 2):
+        rate, latency = (400, 0.1) if first == second else (10, 60)
+        lines += ["[[links]]", f'between = ["{first}", "{second}"]']
+        lines += [f"bandwidth_gbit = {rate}", f"latency_ms = {latency}"]
+    return "\n".join(lines) + "\n"
+
+
+def claims() -> None:
+    """The questions that have limits of their own, in seconds of the processor."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "nine.toml"
+        path.write_text(nine_groups())
+        sequence = ["--seq", "8192"]
+        cost = [*sequence, "--tokens", "1e12", "--objective", "cost"]
+        questions: list[tuple[float, str, str, int, list[str]]] = [
+            (5.0, "llama3-8b", str(path), 2048, sequence),
+            (5.0, "llama3-8b", str(path), 2048, cost),
+            (3.0, "llama3-70b", "h100x100000", 4000, sequence),
+            (2.0, "llama3-405b", "h100x16384", 2048, sequence),
+        ]
+        for limit, model, cluster, batch, given in questions:
+            taken = ask(HERE, model, cluster, batch, given)
+            print(f"at most {limit:g} s: {taken.line}, {' '.join(given)}", flush=True)
+
+
 def main() -> None:
     """Asks, and prints the worst and all that take too much."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -75,11 +117,15 @@ def main() -> None:
     parser.add_argument("--objective", default="time", choices=("time", "cost", "memory", "gpus"))
     parser.add_argument("--beside", type=Path, help="another checkout to ask the same")
     parser.add_argument("--json", action="store_true", help="print every question as a line of JSON")
+    parser.add_argument("--claims", action="store_true", help="only the questions that have limits of their own")
     options = parser.parse_args()
     names = options.models.split(",") if options.models else list(catalog_models())
     folders = [HERE, *([options.beside.resolve()] if options.beside else [])]
     for folder in folders:  # an installed program is compiled
         compileall.compile_dir(folder / "cuboid", quiet=2)
+    if options.claims:
+        claims()
+        return
     found, different = [], []
     for name in names:
         model = load_model(name)

@@ -11,11 +11,13 @@ import typer
 
 from cuboid.cli.options import given_options
 from cuboid.errors import UserError
+from cuboid.launch.islands import IslandOptions
 from cuboid.launch.jobs import ray, skypilot, slurm
 from cuboid.launch.jobs.job import PORT, Job, grace_seconds, make_job, one_line
 from cuboid.launch.jobs.kubernetes import PodOptions, job_manifest, train_job_manifest
-from cuboid.readers import write_output
-from cuboid.spec.run import check_chosen, load_run
+from cuboid.planning.island_file import plans_islands, with_island
+from cuboid.readers import read_toml, write_output
+from cuboid.spec.run import build_run, check_chosen
 
 Scheduler = Literal["slurm", "kubernetes", "skypilot", "ray"]
 
@@ -60,6 +62,12 @@ def command(
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes; default: as many as the plan's fill.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a node; default: the plan's.")] = None,
     min_nodes: Annotated[int | None, typer.Option(min=1, help="Continue with so few when nodes are lost.")] = None,
+    island: Annotated[
+        int | None, typer.Option(help="Of a run with [islands]: which one the job is, from 0; a plan has its layout.")
+    ] = None,
+    islands_rendezvous: Annotated[
+        str | None, typer.Option(help="HOST:PORT where islands meet, from all sites.")
+    ] = None,
     across_nodes: Annotated[bool, typer.Option("--across-nodes", help="Let tensor groups cross nodes.")] = False,
     port: Annotated[int, typer.Option(min=1024, max=65535, help="Where supervisors meet.")] = PORT,
     interface: Annotated[str, typer.Option(help="Network interface of the nodes; default: found.")] = "",
@@ -100,11 +108,16 @@ def command(
     Example: cuboid launch skypilot run.toml --bucket s3://bucket/run --spot -o run.yaml
 
     Example: cuboid launch ray run.toml --gpus-per-node 8 -o run_on_ray.py
+
+    Example: cuboid launch slurm islands.toml --island 1 --islands-rendezvous site-a:29700 -o island-1.sbatch
     """
     said = given_options(context)
     options = _options(scheduler, {option: value for option, value in said.items() if option in BELONGS})
     changes = tuple(overrides or ())
-    run = load_run(file, changes)
+    table = dict(read_toml(file))
+    if island is not None and plans_islands(table):
+        table = dict(with_island(table, island))
+    run = build_run(table, changes, folder=file.parent)
     check_chosen(run)
     seconds, why = (grace, "as asked") if grace is not None else grace_seconds(run)
     job = make_job(
@@ -119,6 +132,7 @@ def command(
         interface=interface,
         overrides=changes,
         across_nodes=across_nodes,
+        island=IslandOptions(island=island, rendezvous=islands_rendezvous),
     )
     if not run.checkpoint.every:
         print("note: checkpoint.every=0 keeps no checkpoints: started again, the run begins anew", file=sys.stderr)

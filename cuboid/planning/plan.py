@@ -162,7 +162,10 @@ def plan_of(run: Run, where: str = "plan") -> Plan:
     """The plan a run carries."""
     table = run.plan
     if "islands" in table:
-        raise UserError(f"{where} plans several islands; add --island 0 for the first, or plan for one group")
+        raise UserError(
+            f"{where} plans several islands, which explain, simulate and goodput take; plan for one group, as in "
+            "sites.toml:oregon"
+        )
     try:
         question = Question(
             model=run.model,

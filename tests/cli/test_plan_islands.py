@@ -127,3 +127,18 @@ def test_an_island_that_is_not_in_the_plan_is_refused(folder: Path, capsys: pyte
     assert "island=2 is not in the plan; use island=0 to island=1" in capsys.readouterr().err
     assert main(["export", "plan.toml", "--to", "megatron"]) == 2
     assert "plans several islands" in capsys.readouterr().err
+
+
+def test_a_job_file_of_an_island(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *QUESTION, "-o", "plan.toml", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    launch = ["launch", "slurm", "plan.toml", "--set", "data.source=python-stdlib"]
+    assert main([*launch, "--island", "1", "--islands-rendezvous", "site-a:29700", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["layout"] == answer["islands"][1]["layout"]
+    assert told["name"] == "tiny-llama-island-1"
+    assert "cuboid train plan.toml --island 1 --islands-rendezvous site-a:29700" in told["text"]
+    assert main(launch) == 2
+    assert "islands.count=2 needs --island" in capsys.readouterr().err
+    assert main([*launch, "--island", "1"]) == 2
+    assert "needs --islands-rendezvous" in capsys.readouterr().err

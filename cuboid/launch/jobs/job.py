@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cuboid.errors import UserError, nearest_numbers, use
+from cuboid.launch.islands import IslandOptions
 from cuboid.planning.plan import planned_cluster
 from cuboid.resilience.goodput import measured
 from cuboid.resilience.replan import Replanner
@@ -62,6 +63,8 @@ class Job:
     interface: str = ""
     overrides: tuple[str, ...] = ()
     """Changes to the run file, for the command line."""
+    island: tuple[str, ...] = ()
+    """Options of the island that the job is, for the command line."""
 
     @property
     def notice_seconds(self) -> int:
@@ -107,7 +110,7 @@ class Job:
                 words += ["--min-nodes", str(self.min_nodes), "--max-nodes", str(self.nodes)]
             if self.interface:
                 words += ["--interface", self.interface]
-        return words + [word for change in self.overrides for word in ("--set", change)]
+        return [*words, *self.island, *(word for change in self.overrides for word in ("--set", change))]
 
     @property
     def shell_command(self) -> str:
@@ -128,8 +131,11 @@ def make_job(
     interface: str = "",
     overrides: tuple[str, ...] = (),
     across_nodes: bool = False,
+    island: IslandOptions | None = None,
 ) -> Job:
     """The job of a run; what neither its plan nor an option tells is asked for."""
+    island = island or IslandOptions()
+    island.check(run)
     cluster = planned_cluster(run)
     on_cpus = run.training.device == "cpu" or (cluster is not None and cluster.accelerator == "cpu")
     per_node = _ranks_per_node(run, nodes, gpus_per_node, cluster.accelerators_per_node if cluster else None)
@@ -150,7 +156,7 @@ def make_job(
     return Job(
         run=run,
         file=file,
-        name=job_name(name or run.model.name),
+        name=job_name(name or f"{run.model.name}{'' if island.island is None else f'-island-{island.island}'}"),
         nodes=count,
         min_nodes=least,
         smallest=smallest,
@@ -160,7 +166,14 @@ def make_job(
         port=port,
         interface=interface,
         overrides=overrides,
+        island=_words_of(island),
     )
+
+
+def _words_of(island: IslandOptions) -> tuple[str, ...]:
+    if island.island is None or island.rendezvous is None:
+        return ()
+    return ("--island", str(island.island), "--islands-rendezvous", island.rendezvous)
 
 
 def check_tensor_groups(run: Run, domain: int) -> None:
