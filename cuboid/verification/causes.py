@@ -205,6 +205,10 @@ def weighted_hypotheses(parts: list[tuple[Axes, Tensor]], counts: dict[tuple[int
     def weighted(weight: Callable[[Axes], float]) -> Tensor:
         return torch.stack([part * weight(place) for place, part in parts]).sum(0)
 
+    yield (
+        f"factor {total}: the sum of losses is not divided by the tokens that count",
+        lambda: weighted(lambda _: total),
+    )
     if len(counts) > 1 and all(counts.values()):
         yield (
             "mean of means: each micro-batch is divided by its own tokens, and not by those of the global batch",

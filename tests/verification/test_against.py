@@ -79,6 +79,15 @@ def test_what_is_wrong_is_located(
     assert located["where"] == where and cause in located["cause"], located
 
 
+def test_a_loss_that_is_not_divided_by_its_tokens_is_named(right: Path, tmp_path: Path) -> None:
+    folder = copied(right, tmp_path)
+    tokens = int((load_file(folder / "batch.safetensors")["labels"] >= 0).sum())
+    gradients = load_file(folder / "gradients.safetensors")
+    save_file({name: tokens * x for name, x in gradients.items()}, folder / "gradients.safetensors")
+    cause = judge_step(0, str(folder))["located"]["cause"]
+    assert cause == f"factor {tokens}: the sum of losses is not divided by the tokens that count"
+
+
 def test_what_cannot_be_compared_is_refused(right: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = copied(right, tmp_path)
     told = json.loads((folder / "step.json").read_text())
