@@ -23,7 +23,7 @@ from at_once import Place, part_of, tried
 
 from cuboid.errors import RankError
 from tests.verification.bugs.bug import CATALOGUE
-from tests.verification.bugs.catalogue import score
+from tests.verification.bugs.catalogue import score, verdict_with
 
 KINDS = ("found", "module", "where", "cause")
 LIMIT = 150
@@ -35,11 +35,10 @@ Row = dict[str, Any]
 
 def attempt(place: Place, case: tuple[str, str]) -> Row:
     name, precision = case
-    ranks = CATALOGUE[name].run(precision).layout.world_size
     begin = time.perf_counter()
     row: Row = {"name": name, "precision": precision}
     try:
-        verdict = place.run("tests.verification.bugs.catalogue:verify_with", case, ranks, LIMIT)
+        verdict = verdict_with(lambda job, given, ranks: place.run(job, given, ranks, LIMIT), name, precision)
         row |= score(name, verdict) | {"located": verdict["located"]}
     except RankError as error:
         row |= dict.fromkeys(KINDS, False) | {"crashed": str(error)[-1500:]}
@@ -119,7 +118,8 @@ def table(rows: list[Row]) -> str:
         )
         told = "TrainCheck: " + told.rpartition("/")[2] if told.startswith("OrderLab") else told
         marks = [" ".join(row["precision"] for row in these if row[kind]) or "–" for kind in KINDS]
-        cells = [f"{name.replace('-', ' ')}: [{told}]({source})", f"{bug.model}, `{bug.layout}`", *marks]
+        shown = f"{bug.layout} -> {bug.onto}" if bug.onto else bug.layout
+        cells = [f"{name.replace('-', ' ')}: [{told}]({source})", f"{bug.model}, `{shown}`", *marks]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

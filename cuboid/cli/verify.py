@@ -245,6 +245,8 @@ def _show_chain(verdict: dict[str, Any]) -> None:
             f"The changes of layout lost nothing: all within {verdict['tolerance']:.0e} over {verdict['steps']} steps."
         )
         return
+    if verdict["located"] is not None:
+        _show_located(verdict["located"])
     leg = next(leg for leg in verdict["legs"] if not leg["passed"])
     print(f"The chain is NOT equal to one process within {verdict['tolerance']:.0e}, from {leg['layout']} on.")
 

@@ -21,10 +21,12 @@ from cuboid.parallel.device import joined_device
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
+from cuboid.training.checks.words import Located
 from cuboid.training.learning_rate import learning_rate
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import train_step
-from cuboid.verification.compare import FLOOR, TOLERANCE, relative_error, tensor_error
+from cuboid.verification.carried import LOADED, TRAINED, Carried, floor_of, note
+from cuboid.verification.compare import TOLERANCE, relative_error, tensor_error
 from cuboid.verification.reference import Tensors, reference_trace
 
 
@@ -56,6 +58,8 @@ class ChainVerdict:
     legs: list[Leg]
     tolerance: float
     passed: bool
+    located: Located | None
+    """What is wrong first, where anything is."""
 
 
 def train_leg(rank: int, run: Run, folder: str, first: int, last: int) -> list[float]:
@@ -68,6 +72,8 @@ def train_leg(rank: int, run: Run, folder: str, first: int, last: int) -> list[f
     done = resume(engine, optimizer, locate(folder), group, quiet=True) if first else 0
     if done != first:
         raise AssertionError(f"resumed after step {done}, not {first}")
+    if first:
+        note(engine, optimizer, folder, LOADED, first, rank)
     losses = []
     for step in range(first, last):
         HEARTBEAT.enter("step", step + 1)
@@ -75,6 +81,7 @@ def train_leg(rank: int, run: Run, folder: str, first: int, last: int) -> list[f
         rate = learning_rate(run.learning_rate, step, run.training.steps)
         losses.append(train_step(engine, optimizer, batches, rate).loss)
     HEARTBEAT.enter("save")
+    note(engine, optimizer, folder, TRAINED, last, rank)
     save(engine, optimizer, locate(folder), last)
     return losses
 
@@ -90,6 +97,8 @@ def judge_chain(rank: int, runs: list[Run], folder: str, losses: list[list[float
         state = {f"parameter/{name}": tensor for name, tensor in reference.parameters[end - 1].items()}
         state |= reference.moments[end]
         legs.append(_judge(run, end, list(zip(seen, expected, strict=True)), locate(folder), state))
+    passed, tolerance = all(leg.passed for leg in legs), TOLERANCE[whole.training.precision]
+    located = None if passed else Carried(runs, folder, reference, tolerance).first_wrong(losses)
     return asdict(
         ChainVerdict(
             model=whole.model.name,
@@ -98,8 +107,9 @@ def judge_chain(rank: int, runs: list[Run], folder: str, losses: list[list[float
             steps=ends[-1],
             losses=[loss for part in losses for loss in part],
             legs=legs,
-            tolerance=TOLERANCE[whole.training.precision],
-            passed=all(leg.passed for leg in legs),
+            tolerance=tolerance,
+            passed=passed,
+            located=located,
         )
     )
 
@@ -132,13 +142,11 @@ def _judge(run: Run, end: int, losses: list[tuple[float, float]], folder: Locati
 
 
 def _worst(kind: str, held: Tensors, expected: Tensors, update: float) -> tuple[float, str]:
-    """The largest error of one kind. As elsewhere, what is too small to matter is compared on a scale that does: a
-    gradient's for the first moment, its square's for the second. Optimizers of one's own may keep others: the worst
-    that is no square counts as first."""
+    """The largest error of one kind. Optimizers of one's own may keep others than two moments: the worst that is no
+    square counts as first."""
     prefix = f"{kind}/"
     pairs: dict[str, tuple[Tensor, Tensor]] = {
         name.removeprefix(prefix): (held[name], tensor) for name, tensor in expected.items() if name.startswith(prefix)
     }
-    largest = max(tensor.abs().max().item() for _, tensor in pairs.values())
-    floor = update if kind == PARAMETER else FLOOR ** (2 if kind.endswith("_sq") else 1) * largest
+    floor = floor_of(kind, expected, update)
     return max((tensor_error(seen, tensor, floor), name) for name, (seen, tensor) in pairs.items())

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cuboid.cli.verify import _show
+from cuboid.cli.verify import _show, _show_chain
 from cuboid.launch.pool import Pool
 from tests.verification.bugs.bug import CATALOGUE
-from tests.verification.bugs.catalogue import score
+from tests.verification.bugs.catalogue import score, verdict_with
 
 SAMPLE = [
     ("gradients-not-summed-dp", "float64"),  # reduction
@@ -23,24 +23,29 @@ SAMPLE = [
 ]
 
 
-def verdict_with(pool: Pool, name: str, precision: str) -> dict[str, Any]:
-    ranks = CATALOGUE[name].run(precision).layout.world_size
-    found = pool.run("tests.verification.bugs.catalogue:verify_with", (name, precision), ranks=ranks)[0]
-    assert isinstance(found, dict)
-    return found
+def verdict_of(pool: Pool, name: str, precision: str) -> dict[str, Any]:
+    return verdict_with(lambda job, given, ranks: pool.run(job, given, ranks=ranks)[0], name, precision)
 
 
 @pytest.mark.parametrize(("name", "precision"), SAMPLE)
 def test_a_bug_is_found_and_its_place_and_cause_are_named(
     pool: Pool, name: str, precision: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verdict = verdict_with(pool, name, precision)
+    verdict = verdict_of(pool, name, precision)
     assert all(score(name, verdict).values()), verdict["located"]
     _show(verdict)
     told = capsys.readouterr().out
     assert "NOT equal" in told
     assert f"module         {verdict['located']['module']}" in told
     assert f"likely cause   {verdict['located']['cause']}" in told
+
+
+@pytest.mark.parametrize("name", ["tensor-shard-of-rank-0-is-saved", "moments-not-restored", "data-begins-again"])
+def test_a_bug_of_saving_or_loading_is_located(pool: Pool, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    verdict = verdict_of(pool, name, "float64")
+    assert all(score(name, verdict).values()), verdict["located"]
+    _show_chain(verdict)
+    assert f"likely cause   {verdict['located']['cause']}" in capsys.readouterr().out
 
 
 def test_every_bug_has_a_public_source_and_a_run() -> None:

@@ -20,7 +20,9 @@ Hypothesis = tuple[str, Callable[[], Tensor | None]]
 """What is told, and what would have been observed."""
 
 
-Pass = Literal["weights", "forward", "loss", "input gradient", "weight gradient", "reduction", "norm", "update"]
+Pass = Literal[
+    "weights", "forward", "loss", "input gradient", "weight gradient", "reduction", "norm", "update", "save", "load"
+]
 
 
 @dataclass(frozen=True)

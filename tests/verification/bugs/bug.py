@@ -18,8 +18,9 @@ from cuboid.verification.make import verification_run
 class Patches:
     """Replaced attributes, as they were before on `undo`."""
 
-    def __init__(self, rank: int, run: Run) -> None:
-        self.rank, self.run = rank, run
+    def __init__(self, rank: int, run: Run, leg: int = 0) -> None:
+        """`leg`: of a chain of layouts."""
+        self.rank, self.run, self.leg = rank, run, leg
         self._plain: list[tuple[Any, str, Any]] = []
 
     def put(self, owner: Any, name: str, wrong: Any) -> None:
@@ -53,10 +54,21 @@ class Bug:
     model: str = "tiny-llama"
     set: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ("float64", "bf16")
+    onto: str = ""
+    """The layout that a checkpoint is loaded into, of a bug about checkpoints."""
 
     def run(self, precision: str) -> Run:
+        return verification_run(self.layout, self.model, self._changed, steps=3, dtype=precision)
+
+    def chain(self, precision: str) -> list[Run]:
+        """Two steps on each layout."""
+        both = (self.layout, self.onto)
+        return [verification_run(each, self.model, self._changed, 4, precision, 0, both) for each in both]
+
+    @property
+    def _changed(self) -> tuple[str, ...]:
         few = ("model.layers=2",) if not any(each.startswith("model.layers") for each in self.set) else ()
-        return verification_run(self.layout, self.model, (*few, *self.set), steps=3, dtype=precision)
+        return (*few, *self.set)
 
 
 CATALOGUE: dict[str, Bug] = {}
