@@ -149,7 +149,7 @@ def faults(hosts: Hosts, seed: int, kinds: list[str], options: argparse.Namespac
             struck[-1]["seconds"] = round(time.time() - when, 1)
         codes = job.end()
         told = [job.rows(each) for each in range(ISLANDS)]
-        for each, following in zip(struck, [*struck[1:], None], strict=True):
+        for each, following in zip(struck, [*struck[1:], None], strict=False):
             until = following["when"] if following else float("inf")
             survivors = [found for number, found in enumerate(told) if number != each["island"]]
             costs = [_cost([row for row in found if each["when"] - 2 < row["time"] < until]) for found in survivors]

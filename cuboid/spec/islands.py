@@ -33,8 +33,11 @@ class IslandsSpec:
     """Steps of each island between two synchronisations of one fragment."""
     ramp_steps: int = 0
     """Steps in which the distance between synchronisations grows to `every`, from one step on, by doubling: from half
-    of them on it is half of that, from a quarter a quarter. Meanwhile weights are averaged, without `rate` and
-    `momentum`. 0: the distance is `every` from the first step."""
+    of them on it is half of that, from a quarter a quarter. Meanwhile the outer optimizer has `ramp_rate` and no
+    momentum. 0: the distance is `every` from the first step."""
+    ramp_rate: float = 1.0
+    """Learning rate of the outer optimizer in these steps: 1 averages the islands, more makes up for the smaller steps
+    that their mean takes, as what each has learned from its own noise is not in it."""
     fragments: int = 1
     """Parts of the model, equally large as far as blocks go, that are synchronised one after another, spread over
     `every` steps."""
@@ -79,8 +82,11 @@ class IslandsSpec:
             )
         if not 0 < self.mix <= 1:
             raise UserError(f"islands.mix={self.mix:g} is no fraction that moves weights; use mix=0.5, at most 1")
-        if not 0 < self.rate <= 10:
-            raise UserError(f"islands.rate={self.rate:g} is no learning rate of whole moves; use rate=0.7, at most 10")
+        for name, usual in (("rate", 0.7), ("ramp_rate", 1)):
+            if not 0 < (value := getattr(self, name)) <= 10:
+                raise UserError(
+                    f"islands.{name}={value:g} is no learning rate of whole moves; use {name}={usual}, at most 10"
+                )
         if self.momentum >= 1:
             raise UserError(f"islands.momentum={self.momentum:g} never forgets; use momentum=0.9, below 1")
         if self.quorum > self.count:
@@ -115,7 +121,7 @@ class IslandsSpec:
 
     def outer_optimizer(self, round_: int) -> tuple[float, float]:
         """Rate and momentum of a round's step."""
-        return (1.0, 0.0) if _due(self, round_) < self.ramp_steps else (self.rate, self.momentum)
+        return (self.ramp_rate, 0.0) if _due(self, round_) < self.ramp_steps else (self.rate, self.momentum)
 
     def entered(self, round_: int, steps: int) -> int:
         """The step after which an island begins that enters before a round."""

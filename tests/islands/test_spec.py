@@ -26,6 +26,7 @@ from cuboid.verification.make import verification_run
         ("bits=5", "use 4, 8, 16 or 32"),
         ("delay=32", "use delay=31 or less"),
         ("ramp_steps=8", "use ramp_steps=256, or 0"),
+        ("ramp_rate=0", "use ramp_rate=1, at most 10"),
         ("momentum=1", "below 1"),
         ("mix=0", "at most 1"),
         ("quorum=3", "more than count=2"),
@@ -64,10 +65,10 @@ def test_every_fragment_has_a_round_in_each_interval_and_one_at_the_end() -> Non
 
 
 def test_distances_grow_over_the_ramp() -> None:
-    spec = IslandsSpec(count=2, every=8, ramp_steps=16)
+    spec = IslandsSpec(count=2, every=8, ramp_steps=16, ramp_rate=1.5)
     rounds = [step for step in range(1, 41) if spec.rounds_due(step, 100)]
     assert rounds == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40]
-    assert [spec.outer_optimizer(each) for each in (0, 6, 7)] == [(1.0, 0.0), (1.0, 0.0), (0.7, 0.9)]
+    assert [spec.outer_optimizer(each) for each in (0, 6, 7)] == [(1.5, 0.0), (1.5, 0.0), (0.7, 0.9)]
     source = random.Random(5)
     for _ in range(200):
         every, fragments, steps = source.randint(1, 40), source.randint(1, 7), source.randint(1, 300)
