@@ -98,10 +98,12 @@ class Job:
         return True
 
     def end(self) -> list[int | None]:
-        """Their exit codes; None: it did not end."""
-        until = time.monotonic() + PATIENCE
+        """Their exit codes; None: it takes no more steps, and does not end."""
+        steps, until = 0, time.monotonic() + PATIENCE
         while any(each.poll() is None for each in self.running) and time.monotonic() < until:
-            time.sleep(0.1)
+            time.sleep(0.5)
+            if (now := sum(self.step(each) for each in range(ISLANDS))) > steps:
+                steps, until = now, time.monotonic() + PATIENCE
         return [each.poll() for each in self.running]
 
 
