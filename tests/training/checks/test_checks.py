@@ -20,6 +20,11 @@ SAMPLE = [
     ("micro-batch-dropped", "float64", "reduction", "micro-batch 2 is missing"),
     ("norm-of-one-stage", "bf16", "norm", "only pp rank 0"),
     ("update-of-one-rank-missing", "float64", "update", "copies differ"),
+    ("all-ranks-see-the-same-data", "float64", "forward", "ranks see the same data"),
+    ("loss-not-divided", "bf16", "input gradient", "not divided by the number of tokens"),
+    ("documents-ignored-by-ring", "bf16", "forward", "tokens differ"),
+    ("gradient-summed-twice", "float64", "input gradient", "factor 2"),
+    ("moments-lost", "bf16", "update", "moments were lost"),
 ]
 
 
