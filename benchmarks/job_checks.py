@@ -130,7 +130,15 @@ def cost(options: argparse.Namespace) -> Row:
         every, steps = options.every, options.every * options.periods + 2 * options.every
         settings = [f"training.steps={steps}", f"checks.every={every}", f"output.folder={folder}/run"]
         settings += [f"training.callbacks=python:{Path(__file__).parent / 'clock.py'}:Clock", *options.set]
-        command = [sys.executable, "-m", "cuboid", "train", *model, "--layout", options.time]
+        command = [
+            sys.executable,
+            "-c",
+            "from cuboid.cli.main import main; main()",
+            "train",
+            *model,
+            "--layout",
+            options.time,
+        ]
         command += [word for each in settings for word in ("--set", each)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

@@ -15,6 +15,7 @@ from cuboid.training.callbacks import Callback
 from cuboid.training.checks.check import Check
 from cuboid.training.checks.copies import Copies
 from cuboid.training.checks.data import Data
+from cuboid.training.checks.matrices import Matrices
 from cuboid.training.checks.passes import Passes
 from cuboid.training.checks.replay import Replay
 from cuboid.training.checks.sums import Sums
@@ -33,6 +34,7 @@ MAKERS: dict[str, Callable[[Engine, Optimizer, Source], Check]] = {
     "replay": lambda engine, *_: Replay(engine),
     "sums": lambda engine, *_: Sums(engine),
     "updates": lambda engine, optimizer, _: Updates(engine, optimizer),
+    "matrices": lambda engine, optimizer, _: Matrices(engine, optimizer),
     "copies": lambda engine, *_: Copies(engine),
 }
 """By name in `checks.only`."""
@@ -80,8 +82,12 @@ class Checks(Callback):
 
         def see(result: StepResult) -> str:
             if result.is_finite:
+                ledger = self._engine.ledger
+                counted = {} if ledger is None else dict(ledger.entries)
                 for check in self._checks:
                     check.see_gradients(result)
+                if ledger is not None:
+                    ledger.entries = counted  # what a check communicates is no part of a step
                 self._looked_at = step
             return ""
 

@@ -144,11 +144,9 @@ class Replay:
 
         self._undo += [wrap(engine.batches, "of", batch), wrap(segment, "run", run)]
         self._undo += self._current.attach(engine)
-        # Where weight gradients are put off, those of several micro-batches may stand in one tensor.
-        if not engine.pipeline.schedule.splits_backward:
-            for unit in segment.units:
-                if unit.uses == 1:
-                    self._follow(unit)
+        for unit in segment.units:
+            if unit.uses == 1:
+                self._follow(unit)
 
     def _follow(self, unit: Any) -> None:
         plain, before = unit.collect, dict[str, Tensor]()
@@ -157,6 +155,8 @@ class Replay:
             now = self._current()
             for part in unit.parts:
                 gradient = unit.parameters[part.name].grad
+                if not self._is_apart(part):
+                    continue
                 if gradient is None:
                     own = torch.zeros(NUMBERS, dtype=torch.float64, device=self._engine.device)
                 else:
@@ -172,6 +172,15 @@ class Replay:
     def detach(self) -> None:
         while self._undo:
             self._undo.pop()()
+
+    def _is_apart(self, part: Part) -> bool:
+        """Whether its gradient is that of one micro-batch when it is collected. Where weight gradients of matmuls are
+        put off, all others have been computed for several micro-batches by then."""
+        if not self._engine.pipeline.schedule.splits_backward:
+            return True
+        is_matmul = part.name.startswith(("layers.", "head.")) and part.name.endswith(".weight")
+        is_own = isinstance(self._engine.run.model, PythonModelSpec)
+        return is_matmul and len(part.full_shape) == 2 and ".router." not in part.name and not is_own
 
     # Before the update.
 

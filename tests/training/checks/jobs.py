@@ -32,7 +32,7 @@ def warnings_of(rank: int, run: Run, bug: str = "") -> list[dict[str, Any]]:
     """What a training warned of, each with its step; on rank 0."""
     patches = Patches(rank, run)
     with tempfile.TemporaryDirectory() as folder:
-        run = replace(run, output=OutputSpec(folder=folder, health=False))
+        run = replace(run, output=OutputSpec(folder=folder, health=False, count_communication=True))
         if bug:
             CATALOGUE[bug].install(patches)
             plain = Replay.see_gradients
