@@ -37,7 +37,9 @@ from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import StepResult
 
 LARGEST = 2**29
-"""Parameters of a segment that is replayed, and logits of a head: more would need memory that a training lacks."""
+"""Parameters of a segment that is replayed: more would need memory that a training lacks."""
+LARGEST_HEAD = 2**28
+"""Logits of a head."""
 EXACT = {"float64": 1e-9, "float32": 1e-3}
 MULTIPLE = 8.0
 """Of what rounding to 16 bits does to the replay itself."""
@@ -195,12 +197,17 @@ class Replay:
         names = {part.name for unit in first.units for part in unit.parts}
         weights, slices = self._weights.gather(names)
         x, gradient = self._gathered(segment)
-        replayed = self._compute(first, segment, weights, x, gradient)
-        exact = replayed
-        if exactly is not None:
-            exact = self._compute(build_alone(exactly, segment.name, device), segment, weights, x, gradient)
-        self._compare(segment, seen, x, gradient, replayed, exact)
-        self._sketch(segment, slices, replayed, exact)
+        losses = self._sequences.gather(seen.outputs) if segment.name == "head" else None
+        try:  # no rank waits for another from here on
+            replayed = self._compute(first, segment, weights, x, gradient)
+            exact = replayed
+            if exactly is not None:
+                exact = self._compute(build_alone(exactly, segment.name, device), segment, weights, x, gradient)
+            self._compare(segment, seen, losses, x, gradient, replayed, exact)
+            self._sketch(segment, slices, replayed, exact)
+        except torch.OutOfMemoryError:  # a check may not end a training
+            self._rows = {"failed": torch.zeros(NUMBERS, dtype=torch.float64, device=device)}
+            self._found = []
 
     def _lone(self, precision: str) -> Run:
         """The same model and micro-batch on one process, which computes step by step as they are written."""
@@ -264,6 +271,7 @@ class Replay:
         self,
         segment: Segment,
         seen: Seen,
+        losses: Tensor | None,
         x: Tensor | None,
         gradient: Tensor,
         replayed: Replayed,
@@ -271,9 +279,8 @@ class Replay:
     ) -> None:
         assert seen.outputs is not None
         name, own = segment.name, self._sequences.own
-        if name == "head":
-            parts = self._sequences.gather(seen.outputs)
-            observed = parts[:, self._engine.groups.tensor.index].sum(0)
+        if losses is not None:
+            observed = losses[:, self._engine.groups.tensor.index].sum(0)
             self._look("loss", name, observed, replayed.outputs, exact.outputs, None)
         else:
             residual = None if x is None else own(x)
@@ -363,6 +370,8 @@ class Replay:
 
     def _wrong_gradients(self, told: list[Rows], step: int) -> Iterator[Located]:
         layout, run = self._engine.run.layout, self._engine.run
+        if any("failed" in rows for rows in told):
+            return
         sums: dict[Gradient, Tensor] = {}
         holders: dict[Gradient, int] = {}
         for rank, rows in enumerate(told):
@@ -434,6 +443,6 @@ def _is_replayed(engine: Engine, name: str) -> bool:
         return False  # a layer that predicts further tokens reads more than its input
     if name == "head" and run.model.prediction_layers:
         return False
-    tokens = run.layout.micro_batch * run.training.sequence
+    tokens = run.layout.micro_batch_of(engine.groups.coordinates.dp) * run.training.sequence
     size = sum(math.prod(part.full_shape) for unit in segment.units for part in unit.parts)
-    return size <= LARGEST and (name != "head" or tokens * run.model.vocab <= LARGEST)
+    return size <= LARGEST and (name != "head" or tokens * run.model.vocab <= LARGEST_HEAD)
