@@ -19,7 +19,7 @@ SAMPLE = [
     ("norms-not-summed-sp", "bf16", "reduction", "sum missing over tp"),
     ("micro-batch-dropped", "float64", "reduction", "micro-batch 2 is missing"),
     ("norm-of-one-stage", "bf16", "norm", "only pp rank 0"),
-    ("update-of-one-rank-missing", "float64", "update", "copies differ"),
+    ("update-of-one-rank-missing", "float64", "update", "not updated"),
     ("all-ranks-see-the-same-data", "float64", "forward", "ranks see the same data"),
     ("loss-not-divided", "bf16", "input gradient", "not divided by the number of tokens"),
     ("documents-ignored-by-ring", "bf16", "forward", "tokens differ"),
