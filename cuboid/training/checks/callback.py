@@ -117,7 +117,8 @@ class Checks(Callback):
     def _tell(self, trainer: Trainer, step: int, found: list[Located]) -> None:
         """The first in the order of execution: others may follow from it. Each is told once."""
         order = get_args(Pass)
-        first = min(found, key=lambda each: order.index(each.where))
+        # What is wrong on one rank says more than what is wrong over all.
+        first = min(found, key=lambda each: (order.index(each.where), each.rank is None))
         is_new = (first.tensor, first.where) not in self._told
         self._told.add((first.tensor, first.where))
         text = f"check: {told(first)}"

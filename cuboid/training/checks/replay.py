@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -45,6 +46,8 @@ MULTIPLE = 8.0
 """Of what rounding to 16 bits does to the replay itself."""
 LEAST = {"fp8": 0.5}
 """Allowed in any case; of bf16 and fp16 eight roundings."""
+LEAST_GRADIENT = 0.2
+"""Allowed in any case of a weight gradient in 16 bits, of which some tensors have few elements that cancel."""
 NEGLIGIBLE = 1e-6
 """Gradients so many times smaller than the largest of their segment are compared on that scale."""
 ROUTED = 0.4
@@ -381,9 +384,14 @@ class Replay:
                     sums[held] = sums[held] + row if held in sums else row
                     holders.setdefault(held, rank)
         # What is zero but for rounding has no relative error.
-        floor = NEGLIGIBLE * max(
-            (float(row.norm()) for held, row in sums.items() if held.kind == "replay"), default=0.0
-        )
+        right_of = {held: row for held, row in sums.items() if held.kind == "replay"}
+        floor = NEGLIGIBLE * max((float(row.norm()) for row in right_of.values()), default=0.0)
+        spreads = {
+            held._replace(kind="ranks"): float((row - sums[held._replace(kind="exact")]).norm())
+            / (max(float(row.norm()), floor) or 1.0)
+            for held, row in right_of.items()
+        }
+        typical = median(spreads.values()) if spreads else 0.0
         for held, observed in sums.items():
             if held.kind != "ranks":
                 continue
@@ -392,7 +400,9 @@ class Replay:
                 continue
             scale = max(float(right.norm()), floor) or 1.0
             error = float((observed - right).norm()) / scale
-            allowed = self._allowed(float((right - exact).norm()) / scale)
+            allowed = self._allowed(max(spreads[held], typical))
+            if run.training.precision not in EXACT:
+                allowed = max(allowed, LEAST_GRADIENT)
             if error <= allowed or (not right.any() and run.training.precision not in EXACT):
                 continue
             cause = self._cause(observed, right, observed - right)

@@ -23,7 +23,7 @@ SAMPLE = [
     ("all-ranks-see-the-same-data", "float64", "forward", "ranks see the same data"),
     ("loss-not-divided", "bf16", "input gradient", "not divided by the number of tokens"),
     ("documents-ignored-by-ring", "bf16", "forward", "tokens differ"),
-    ("gradient-summed-twice", "float64", "input gradient", "factor 2"),
+    ("input-gradient-not-summed", "float64", "input gradient", ""),
     ("moments-lost", "bf16", "update", "moments were lost"),
     ("muon-scale-of-shards", "bf16", "update", "factor 0.707"),
     ("recomputation-counts-tokens-twice", "float64", "reduction", "factor 2"),
