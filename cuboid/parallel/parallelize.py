@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
 import torch
@@ -39,7 +39,7 @@ from cuboid.parallel.cross_entropy import ZLoss, fused_cross_entropy, split_cros
 from cuboid.parallel.custom import Carrier, carry_buffers, initial_tensors, runner
 from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, stay_on, watched
 from cuboid.parallel.fused_block import fuse_matmuls, fused_add_norm
-from cuboid.parallel.groups import Groups, connect_groups, make_groups
+from cuboid.parallel.groups import Group, Groups, Holders, connect_groups, make_groups
 from cuboid.parallel.pipeline import DualPipePair, Pipeline
 from cuboid.parallel.predictions import PredictionLosses, predict
 from cuboid.parallel.qk_clip import LayerPeaks
@@ -200,6 +200,34 @@ def _draw_custom(engine: Engine, model: Model) -> None:
 
     for unit in engine.units:
         unit.fill(held)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One segment as a single process has it."""
+
+    run: Run
+    segment: Segment
+    units: list[Unit]
+    dtype: torch.dtype
+    batches: BatchSharder
+    balance: Balance | None
+
+
+def build_alone(run: Run, name: str, device: torch.device) -> Alone:
+    """The segment `name` of a run without parallelism, whose weights are zero until something fills them."""
+    one = Group((0,), 0)
+    named: dict[str, object] = {each.name: one for each in fields(Groups)}
+    nobody: dict[str, object] = {"routed": Holders(one, one, one), "embedding": None, "links": {}}
+    nobody["coordinates"] = coordinates(0, run.layout)
+    groups = Groups(**named | nobody)  # type: ignore[arg-type]
+    schedule = make_schedule(run.layout.schedule, 1, run.micro_batches, run.layout.vpp)
+    builder = _Builder(run, groups, device, schedule)
+    make = {"embedding": builder._embedding, "head": builder._head}
+    layer = name.rpartition(".")[2]
+    segment = make[name]() if name in make else builder._block(int(layer), "none")
+    batches = BatchSharder(run, 0, 0, builder.dtype, device)
+    return Alone(run, segment, list(builder.units.values()), builder.dtype, batches, builder.balance)
 
 
 class _Builder:

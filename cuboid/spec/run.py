@@ -210,7 +210,7 @@ class ResilienceSpec:
         return self.bad_steps in ("retry", "rollback")
 
 
-CHECKS = ("sums", "copies")
+CHECKS = ("data", "passes", "replay", "sums", "updates", "matrices", "copies")
 """Names in `checks.only`."""
 
 
@@ -224,7 +224,8 @@ class ChecksSpec:
     """So many steps after each start are checked too: what comes from a checkpoint, or with another layout, is new
     then."""
     only: str = ""
-    """Checks that are made, commas between them: sums or copies; default: all."""
+    """Checks that are made, commas between them: data, passes, replay, sums, updates, matrices or copies;
+    default: all."""
     wrong: Literal["warn", "stop"] = "warn"
     """What is done when something is wrong: say so once and train on, or stop the run."""
 

@@ -137,7 +137,7 @@ class Trainer:
             memory,
             profile,
             BadSteps(self.engine, self.source, self.done),
-            *([Checks(self.engine, self.done)] if run.checks.every else []),
+            *([Checks(self.engine, self.optimizer, self.source, self.done)] if run.checks.every else []),
             *([] if self.rounds is None else [self.rounds]),
             self.checkpointer,
         ]

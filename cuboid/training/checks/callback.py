@@ -8,20 +8,35 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from cuboid.console import say
+from cuboid.data.source import Source
 from cuboid.errors import UserError
 from cuboid.parallel.parallelize import Engine
 from cuboid.training.callbacks import Callback
 from cuboid.training.checks.check import Check
 from cuboid.training.checks.copies import Copies
+from cuboid.training.checks.data import Data
+from cuboid.training.checks.matrices import Matrices
+from cuboid.training.checks.passes import Passes
+from cuboid.training.checks.replay import Replay
 from cuboid.training.checks.sums import Sums
+from cuboid.training.checks.updates import Updates
 from cuboid.training.checks.words import Located, Pass, told
 from cuboid.training.metrics import Metrics
+from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import LeavesOut, PendingStep, StepResult
 
 if TYPE_CHECKING:
     from cuboid.training.trainer import Trainer
 
-MAKERS: dict[str, Callable[[Engine], Check]] = {"sums": Sums, "copies": lambda engine: Copies()}
+MAKERS: dict[str, Callable[[Engine, Optimizer, Source], Check]] = {
+    "data": lambda engine, _, source: Data(engine, source),
+    "passes": lambda engine, *_: Passes(engine),
+    "replay": lambda engine, *_: Replay(engine),
+    "sums": lambda engine, *_: Sums(engine),
+    "updates": lambda engine, optimizer, _: Updates(engine, optimizer),
+    "matrices": lambda engine, optimizer, _: Matrices(engine, optimizer),
+    "copies": lambda engine, *_: Copies(engine),
+}
 """By name in `checks.only`."""
 
 
@@ -35,10 +50,10 @@ class Wrong:
 
 
 class Checks(Callback):
-    def __init__(self, engine: Engine, done: int) -> None:
+    def __init__(self, engine: Engine, optimizer: Optimizer, source: Source, done: int) -> None:
         """`done`: steps that the run had when it started, or started again."""
         self._engine, self._spec, self._started = engine, engine.run.checks, done
-        self._checks = [MAKERS[name](engine) for name in self._spec.names]
+        self._checks = [MAKERS[name](engine, optimizer, source) for name in self._spec.names]
         self._looked_at = 0
         """The step whose gradients were seen."""
         self._told: set[tuple[str, str]] = set()
@@ -54,11 +69,11 @@ class Checks(Callback):
             yield
             return
         for check in self._checks:
-            check.begin(self._engine, self._engine.run.micro_batches)
+            check.begin(step)
         try:
             yield
         finally:
-            for check in self._checks:
+            for check in reversed(self._checks):
                 check.detach()
 
     def judge(self, trainer: Trainer, step: int) -> LeavesOut | None:
@@ -67,8 +82,12 @@ class Checks(Callback):
 
         def see(result: StepResult) -> str:
             if result.is_finite:
+                ledger = self._engine.ledger
+                counted = {} if ledger is None else dict(ledger.entries)
                 for check in self._checks:
                     check.see_gradients(result)
+                if ledger is not None:
+                    ledger.entries = counted  # what a check communicates is no part of a step
                 self._looked_at = step
             return ""
 
@@ -98,7 +117,8 @@ class Checks(Callback):
     def _tell(self, trainer: Trainer, step: int, found: list[Located]) -> None:
         """The first in the order of execution: others may follow from it. Each is told once."""
         order = get_args(Pass)
-        first = min(found, key=lambda each: order.index(each.where))
+        # What is wrong on one rank says more than what is wrong over all.
+        first = min(found, key=lambda each: (order.index(each.where), each.rank is None))
         is_new = (first.tensor, first.where) not in self._told
         self._told.add((first.tensor, first.where))
         text = f"check: {told(first)}"

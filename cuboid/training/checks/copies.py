@@ -1,19 +1,70 @@
-"""Copies: what several ranks keep under one name has the same bits, whatever the layout makes equal."""
+"""Copies: what several ranks keep under one name has the same bits, whatever the layout makes equal; and the weights
+that a pass computes with are those that the optimizer's shards keep."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
 from cuboid.parallel.parallelize import Engine
-from cuboid.training.checks.check import Looks
+from cuboid.parallel.rank_batch import RankBatch
+from cuboid.parallel.stage import Segment
+from cuboid.parallel.zero import Unit
+from cuboid.training.checks.check import Looks, from_all, sampled_places, wrap
 from cuboid.training.checks.words import Located, module_of
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.replicas import deviations
 
+Run = Callable[[Tensor, RankBatch], Tensor]
+
 
 class Copies(Looks):
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._seen: dict[str, list[tuple[str, Tensor]]] = {}
+        """By unit: of each of its shards, whether sampled weights are others than those that are computed with."""
+        self._undo: list[Callable[[], None]] = []
+
+    def begin(self, step: int) -> None:
+        self._seen = {}
+        for stage in self._engine.pipeline.stages.values():
+            for segment in stage.segments:
+                self._undo.append(wrap(segment, "run", partial(self._run, segment, segment.run)))
+
+    def _run(
+        self, segment: Segment, plain: Callable[[Tensor, RankBatch], Tensor], x: Tensor, batch: RankBatch
+    ) -> Tensor:
+        for unit in segment.units:
+            if unit.name not in self._seen and unit.gathers_exactly:
+                self._seen[unit.name] = list(_others(unit))
+        return plain(x, batch)
+
+    def detach(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
     def judge(self, engine: Engine, optimizer: Optimizer, step: int) -> list[Located]:
-        found = []
+        found, rank = [], engine.groups.world.index
+        for name, differ in (each for shards in self._seen.values() for each in shards):
+            if differ:
+                cause = "weights that were gathered are not those that the shards keep: stale by one step, or of others"
+                found.append(Located(name, module_of(name), "weights", step, None, rank, 1.0, 0.0, cause))
+        found = from_all(engine, found)
         for each in deviations(engine, optimizer):
-            cause = f"copies differ: {each}"
             module = module_of(each.name.partition(" ")[0])
+            cause = f"copies differ: {each}"
             found.append(Located(each.name, module, "update", step, None, each.ranks[0], 1.0, 0.0, cause))
         return found
+
+
+def _others(unit: Unit) -> list[tuple[str, Tensor]]:
+    found = []
+    for shard in unit.optimizer_shards():
+        places = sampled_places(shard.stop - shard.start)
+        kept = shard.kept if shard.weight is None else shard.weight
+        used = unit.parameters[shard.part.name].detach().flatten()
+        differ = used[(places + shard.start).to(used.device)] != kept.flatten()[places.to(kept.device)].to(used.device)
+        found.append((shard.part.name, differ.any()))
+    return found

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 NUMBERS = 16
+CHUNK = 2**24
+"""Elements that are looked at together: what that takes of memory is small beside a layer."""
 ROW = 4096
 """Signs are those of an element's place in its row times that of the row."""
 
@@ -22,6 +24,9 @@ def sketch(values: Tensor, start: int = 0) -> Tensor:
     """(16,), float64. `start`: the place of the first element in the tensor that this is a part of: sketches of its
     parts add up to that of the whole."""
     flat = values.detach().flatten()
+    if flat.numel() > CHUNK:
+        chunks = range(0, flat.numel(), CHUNK)
+        return torch.stack([sketch(flat[first : first + CHUNK], start + first) for first in chunks]).sum(0)
     before = start % ROW
     after = -(before + flat.numel()) % ROW
     rows = pad(flat, (before, after)).view(-1, ROW)

@@ -18,6 +18,7 @@ from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.zero import Unit
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.sharding import Part
+from cuboid.training.checks.check import wrap
 from cuboid.training.checks.everywhere import Everywhere, Rows
 from cuboid.training.checks.sketch import NUMBERS, sketch
 from cuboid.training.checks.words import (
@@ -76,9 +77,9 @@ class Sums:
         self._engine = engine
         self._tell, self._tell_parts = Everywhere(engine), Everywhere(engine)
 
-    def begin(self, engine: Engine, micro_batches: int) -> None:
+    def begin(self, step: int) -> None:
         self._rows, self._own = {}, {}
-        for unit in engine.units:
+        for unit in self._engine.units:
             if unit.uses:
                 self._attach(unit)
 
@@ -96,8 +97,7 @@ class Sums:
                 self._own.setdefault(_held("part", part), []).append(own)
             plain(reduces)
 
-        unit.collect = collect  # type: ignore[method-assign]
-        self._undo.append(lambda: delattr(unit, "collect"))
+        self._undo.append(wrap(unit, "collect", collect))
 
     def detach(self) -> None:
         while self._undo:

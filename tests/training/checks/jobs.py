@@ -11,6 +11,8 @@ import torch
 
 from cuboid.spec.run import ChecksSpec, OutputSpec, Run
 from cuboid.telemetry.rows import metric_rows
+from cuboid.training.checks.replay import Replay
+from cuboid.training.step import StepResult
 from cuboid.training.trainer import train
 from tests.verification.bugs import catalogue
 from tests.verification.bugs.bug import CATALOGUE, Patches
@@ -30,9 +32,17 @@ def warnings_of(rank: int, run: Run, bug: str = "") -> list[dict[str, Any]]:
     """What a training warned of, each with its step; on rank 0."""
     patches = Patches(rank, run)
     with tempfile.TemporaryDirectory() as folder:
-        run = replace(run, output=OutputSpec(folder=folder, health=False))
+        run = replace(run, output=OutputSpec(folder=folder, health=False, count_communication=True))
         if bug:
             CATALOGUE[bug].install(patches)
+            plain = Replay.see_gradients
+
+            def see(self: Replay, result: StepResult) -> None:
+                # As for `verify`: the bug is in what ranks compute, and not in what that is compared with.
+                with patches.suspended():
+                    plain(self, result)
+
+            patches.put(Replay, "see_gradients", see)
         try:
             train(run, rank, torch.device("cpu"), quiet=True)
         finally:

@@ -19,7 +19,14 @@ SAMPLE = [
     ("norms-not-summed-sp", "bf16", "reduction", "sum missing over tp"),
     ("micro-batch-dropped", "float64", "reduction", "micro-batch 2 is missing"),
     ("norm-of-one-stage", "bf16", "norm", "only pp rank 0"),
-    ("update-of-one-rank-missing", "float64", "update", "copies differ"),
+    ("update-of-one-rank-missing", "float64", "update", "not updated"),
+    ("all-ranks-see-the-same-data", "float64", "forward", "ranks see the same data"),
+    ("loss-not-divided", "bf16", "input gradient", "not divided by the number of tokens"),
+    ("documents-ignored-by-ring", "bf16", "forward", "tokens differ"),
+    ("input-gradient-not-summed", "float64", "input gradient", ""),
+    ("moments-lost", "bf16", "update", "moments were lost"),
+    ("muon-scale-of-shards", "bf16", "update", "factor 0.707"),
+    ("recomputation-counts-tokens-twice", "float64", "reduction", "factor 2"),
 ]
 
 
@@ -46,6 +53,7 @@ def test_a_bug_is_found_while_the_job_runs(pool: Pool, name: str, precision: str
         ("dp=4,ep=2,zero=1,shard=2", "tiny-qwen3-moe", "bf16"),
         ("cp=2,tp=2", "tiny-llama", "fp16"),
         ("tp=4,sequence_parallel=false", "tiny-gpt-oss", "float32"),
+        ("dp=2,zero=3,recompute=full", "tiny-gpt2", "float64"),
     ],
 )
 def test_what_is_right_is_not_said_to_be_wrong(pool: Pool, layout: str, model: str, precision: str) -> None:

@@ -3,7 +3,8 @@ processes, for one verification."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,18 @@ class Patches:
     def put(self, owner: Any, name: str, wrong: Any) -> None:
         self._plain.append((owner, name, owner.__dict__[name] if name in vars(owner) else getattr(owner, name)))
         setattr(owner, name, wrong)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Meanwhile everything is as it was before."""
+        wrong = [(owner, name, vars(owner)[name]) for owner, name, _ in self._plain]
+        for owner, name, plain in reversed(self._plain):
+            setattr(owner, name, plain)
+        try:
+            yield
+        finally:
+            for owner, name, each in wrong:
+                setattr(owner, name, each)
 
     def undo(self) -> None:
         while self._plain:

@@ -1,0 +1,458 @@
+"""A replay: one micro-batch through one block, embedding or head as a single process computes it, from the inputs,
+weights and output gradients that the ranks had; beside it what the ranks made of them.
+
+Each check takes the next segment of a stage and the next micro-batch. The replay is made before the update, by every
+rank of the replica at once: it takes the time of a block or two, forward and backward, and the memory of one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cuboid.kernels.cpu_16bit import fast_matmuls
+from cuboid.model.batch import MicroBatch
+from cuboid.parallel.parallelize import Alone, Engine, build_alone
+from cuboid.parallel.rank_batch import RankBatch
+from cuboid.parallel.stage import Segment
+from cuboid.spec.islands import IslandsSpec
+from cuboid.spec.layout import Layout
+from cuboid.spec.plugin import PythonModelSpec
+from cuboid.spec.run import CheckpointSpec, ResilienceSpec, Run
+from cuboid.spec.sharding import Part
+from cuboid.spec.training import ProfileSpec
+from cuboid.training.checks.check import from_all, when_there, wrap
+from cuboid.training.checks.everywhere import Everywhere, Rows
+from cuboid.training.checks.passes import Current
+from cuboid.training.checks.sequences import Sequences
+from cuboid.training.checks.sketch import NUMBERS, sketch
+from cuboid.training.checks.weights import WholeWeights, part_of
+from cuboid.training.checks.words import UNKNOWN, Located, Pass, fitted_factor, module_of, named_factor
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import StepResult
+
+LARGEST = 2**29
+"""Parameters of a segment that is replayed: more would need memory that a training lacks."""
+LARGEST_HEAD = 2**28
+"""Logits of a head."""
+EXACT = {"float64": 1e-9, "float32": 1e-3}
+MULTIPLE = 8.0
+"""Of what rounding to 16 bits does to the replay itself."""
+LEAST = {"fp8": 0.5}
+"""Allowed in any case; of bf16 and fp16 eight roundings."""
+LEAST_GRADIENT = 0.2
+"""Allowed in any case of a weight gradient in 16 bits, of which some tensors have few elements that cancel."""
+NEGLIGIBLE = 1e-6
+"""Gradients so many times smaller than the largest of their segment are compared on that scale."""
+ROUTED = 0.4
+"""Where rounding sends some tokens to other experts."""
+
+
+@dataclass
+class Seen:
+    """What one rank computed of the chosen micro-batch."""
+
+    inputs: Tensor | None = None
+    outputs: Tensor | None = None
+    output_gradient: Tensor | None = None
+    input_gradient: Tensor | None = None
+    inside: dict[str, Tensor] = field(default_factory=dict)
+    """What attention and feed-forward made, where the compiler has not taken them in."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """Sketches of weight gradients, before any sum over ranks."""
+
+
+class Gradient(NamedTuple):
+    """A slice of a parameter: what ranks computed of its gradient, or what the replay did."""
+
+    kind: Literal["ranks", "replay", "exact"]
+    name: str
+    dimension: int
+    first: int
+    last: int
+    adds: bool
+
+
+def _gradient(kind: Literal["ranks", "replay", "exact"], part: Part) -> Gradient:
+    cut = part.slice
+    return Gradient(kind, part.name, cut.dimension, cut.start, cut.stop, cut.sharing == "own" or cut.partial_gradient)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """By a single process."""
+
+    outputs: Tensor
+    input_gradient: Tensor | None
+    inside: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+class Replay:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._turn = 0
+        self._sequences, self._weights = Sequences(engine), WholeWeights(engine)
+        self._tell = Everywhere(engine)
+        self._undo: list[Callable[[], None]] = []
+        self._segments = [name for name in _in_turn(engine) if _is_replayed(engine, name)]
+        self._found: list[Located] = []
+        self._rows: Rows = {}
+        self._micro_batch = 0
+        self._current = Current()
+
+    # While the step is computed.
+
+    def begin(self, step: int) -> None:
+        engine, run = self._engine, self._engine.run
+        self._rows, self._found, self._seen = {}, [], Seen()
+        self._segment: Segment | None = None
+        self._batch: tuple[MicroBatch, RankBatch] | None = None
+        self._made = 0
+        if self._segments:
+            name = self._segments[self._turn % len(self._segments)]
+            self._micro_batch = self._turn % min(map(run.micro_batches_of, range(run.layout.dp)))
+            self._segment = next(each for each in _segments(engine) if each.name == name)
+            self._attach(self._segment)
+        self._turn += 1
+
+    def _attach(self, segment: Segment) -> None:
+        engine = self._engine
+        plain, of = segment.run, engine.batches.of
+
+        def batch(given: MicroBatch, *more: Any) -> RankBatch:
+            made = of(given, *more)
+            if self._made == self._micro_batch:
+                self._batch = (given, made)
+            self._made += 1
+            return made
+
+        def run(x: Tensor, batch: RankBatch) -> Tensor:
+            seen = self._seen
+            is_chosen = self._batch is not None and batch is self._batch[1] and torch.is_grad_enabled()
+            if not is_chosen or seen.outputs is not None:
+                return plain(x, batch)
+            seen.inputs = x.detach().clone()
+            if x.requires_grad:
+                when_there(x, lambda gradient: setattr(seen, "input_gradient", gradient.clone()))
+            with _inside(segment, {} if engine.compiled else seen.inside):
+                y = plain(x, batch)
+            seen.outputs = y.detach().clone()
+            when_there(y, lambda gradient: setattr(seen, "output_gradient", gradient.clone()))
+            return y
+
+        self._undo += [wrap(engine.batches, "of", batch), wrap(segment, "run", run)]
+        self._undo += self._current.attach(engine)
+        for unit in segment.units:
+            if unit.uses == 1:
+                self._follow(unit)
+
+    def _follow(self, unit: Any) -> None:
+        plain, before = unit.collect, dict[str, Tensor]()
+
+        def collect(reduces: bool = True) -> None:
+            now = self._current()
+            for part in unit.parts:
+                gradient = unit.parameters[part.name].grad
+                if not self._is_apart(part):
+                    continue
+                if gradient is None:
+                    own = torch.zeros(NUMBERS, dtype=torch.float64, device=self._engine.device)
+                else:
+                    own = sketch(gradient)
+                    if unit.adds_in_place:
+                        own, before[part.name] = own - before.get(part.name, 0.0), own
+                if now == self._micro_batch:
+                    self._seen.weights[part.name] = own
+            plain(reduces)
+
+        self._undo.append(wrap(unit, "collect", collect))
+
+    def detach(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _is_apart(self, part: Part) -> bool:
+        """Whether its gradient is that of one micro-batch when it is collected. Where weight gradients of matmuls are
+        put off, all others have been computed for several micro-batches by then."""
+        if not self._engine.pipeline.schedule.splits_backward:
+            return True
+        is_matmul = part.name.startswith(("layers.", "head.")) and part.name.endswith(".weight")
+        is_own = isinstance(self._engine.run.model, PythonModelSpec)
+        return is_matmul and len(part.full_shape) == 2 and ".router." not in part.name and not is_own
+
+    # Before the update.
+
+    def see_gradients(self, result: StepResult) -> None:
+        segment, seen = self._segment, self._seen
+        if segment is None or self._batch is None or seen.outputs is None:
+            return
+        run, device = self._engine.run, self._engine.device
+        of_process = self._lone(run.training.precision)
+        exactly = None if run.training.precision in EXACT else self._lone("float32")
+        first = build_alone(of_process, segment.name, device)
+        names = {part.name for unit in first.units for part in unit.parts}
+        weights, slices = self._weights.gather(names)
+        x, gradient = self._gathered(segment)
+        losses = self._sequences.gather(seen.outputs) if segment.name == "head" else None
+        try:  # no rank waits for another from here on
+            replayed = self._compute(first, segment, weights, x, gradient)
+            exact = replayed
+            if exactly is not None:
+                exact = self._compute(build_alone(exactly, segment.name, device), segment, weights, x, gradient)
+            self._compare(segment, seen, losses, x, gradient, replayed, exact)
+            self._sketch(segment, slices, replayed, exact)
+        except torch.OutOfMemoryError:  # a check may not end a training
+            self._rows = {"failed": torch.zeros(NUMBERS, dtype=torch.float64, device=device)}
+            self._found = []
+
+    def _lone(self, precision: str) -> Run:
+        """The same model and micro-batch on one process, which computes step by step as they are written."""
+        run = self._engine.run
+        width = run.layout.micro_batch_of(self._engine.groups.coordinates.dp)
+        plain = {"precision": precision, "compile": "off", "cuda_graphs": "off", "overlap_tensor": "off"}
+        training = replace(run.training, global_batch=width, batch_ramp="", **plain)  # type: ignore[arg-type]
+        return replace(
+            run,
+            layout=Layout(micro_batch=width),
+            training=training,
+            optimizer=replace(run.optimizer, qk_clip=0.0),
+            islands=IslandsSpec(),
+            checkpoint=CheckpointSpec(),
+            resilience=ResilienceSpec(),
+            profile=ProfileSpec(),
+        )
+
+    def _gathered(self, segment: Segment) -> tuple[Tensor | None, Tensor]:
+        """Inputs and output gradients of whole sequences."""
+        seen = self._seen
+        assert seen.inputs is not None and seen.outputs is not None
+        gradient = torch.zeros_like(seen.outputs) if seen.output_gradient is None else seen.output_gradient
+        if segment.name != "head":
+            gradient = self._sequences.whole(self._sequences.gather(gradient))
+        if segment.name == "embedding":
+            return None, gradient
+        return self._sequences.whole(self._sequences.gather(seen.inputs)), gradient
+
+    def _compute(
+        self, alone: Alone, segment: Segment, weights: dict[str, Tensor], x: Tensor | None, gradient: Tensor
+    ) -> Replayed:
+        assert self._batch is not None
+        engine, precision = self._engine, alone.run.training.precision
+        for unit in alone.units:
+            unit.fill(lambda part: weights[part.name])
+        if alone.balance is not None and engine.balance is not None:
+            ours, theirs = alone.balance, engine.balance
+            ours.sequences, ours.tokens, ours.factor = theirs.sequences, theirs.tokens, theirs.factor
+            ours.begin_step()
+            ours.counts.copy_(theirs.counts)
+            ours.loads.copy_(theirs.loads)
+            ours.step.copy_(theirs.step)
+        batch = alone.batches.of(self._batch[0])
+        parameters = {name: each for unit in alone.units for name, each in unit.parameters.items()}
+        given = batch.tokens if x is None else x.detach().to(alone.dtype, copy=True).requires_grad_()
+        inside: dict[str, Tensor] = {}
+        with torch.enable_grad(), fast_matmuls(engine.device, precision), _inside(alone.segment, inside):
+            y = alone.segment.run(given, batch)
+            torch.autograd.backward(y, gradient.to(y.dtype))
+        return Replayed(
+            y.detach(),
+            given.grad,
+            inside,
+            {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()},
+        )
+
+    # What is wrong.
+
+    def _compare(
+        self,
+        segment: Segment,
+        seen: Seen,
+        losses: Tensor | None,
+        x: Tensor | None,
+        gradient: Tensor,
+        replayed: Replayed,
+        exact: Replayed,
+    ) -> None:
+        assert seen.outputs is not None
+        name, own = segment.name, self._sequences.own
+        if losses is not None:
+            observed = losses[:, self._engine.groups.tensor.index].sum(0)
+            self._look("loss", name, observed, replayed.outputs, exact.outputs, None)
+        else:
+            residual = None if x is None else own(x)
+            self._look("forward", name, seen.outputs, own(replayed.outputs), own(exact.outputs), residual)
+            if self._found:
+                self._look_inside(seen, replayed, exact)
+        if replayed.input_gradient is not None and exact.input_gradient is not None and seen.input_gradient is not None:
+            passed = None if name == "head" else own(gradient)
+            right = own(replayed.input_gradient), own(exact.input_gradient)
+            self._look("input gradient", name, seen.input_gradient, *right, passed)
+
+    def _look(
+        self, where: Pass, name: str, observed: Tensor, right: Tensor, exact: Tensor, passed: Tensor | None
+    ) -> None:
+        """`passed`: what a block adds to, of which errors are no part."""
+        tensor = name if where in ("forward", "loss") else f"gradient of the input of {name}"
+        place = (self._micro_batch + 1, self._engine.groups.world.index)
+        if observed.shape != right.shape:
+            cause = f"another shape: {tuple(observed.shape)} in place of {tuple(right.shape)}"
+            self._found.append(Located(tensor, name, where, 0, *place, math.inf, 0.0, cause))
+            return
+        added = right.double() if passed is None or passed.shape != right.shape else right.double() - passed.double()
+        scale = float(added.norm()) or float(right.double().norm()) or 1.0
+        apart = observed.double() - right.double()
+        error = float(apart.norm()) / scale
+        allowed = self._allowed(float((right.double() - exact.double()).norm()) / scale)
+        if self._engine.run.training.precision in EXACT:  # a large stream of which little is added is rounded too
+            allowed *= max(1.0, float(right.double().norm()) / scale)
+        if not error <= allowed:
+            cause = self._cause(added + apart, added, apart)
+            error = error if error == error else math.inf
+            self._found.append(Located(tensor, name, where, 0, *place, error, allowed, cause))
+
+    def _look_inside(self, seen: Seen, replayed: Replayed, exact: Replayed) -> None:
+        """Which half of a block it was: the first that is wrong."""
+        whole, self._found = self._found, []
+        for name, x in seen.inside.items():
+            rows = [made.inside[name].flatten(0, -2) for made in (replayed, exact)]
+            if not self._found and rows[0].numel() >= x.numel():
+                right, float32 = (self._sequences.own(each) for each in rows)
+                self._look("forward", name, x.flatten(0, -2), right, float32, None)
+        self._found = self._found or whole
+
+    def _allowed(self, spread: float) -> float:
+        precision = self._engine.run.training.precision
+        if precision in EXACT:
+            return EXACT[precision]
+        routed = ROUTED if self._engine.run.model.mixture is not None else 0.0
+        return max(MULTIPLE * spread, MULTIPLE * 2.0**-8, LEAST.get(precision, 0.0), routed)
+
+    def _cause(self, observed: Tensor, right: Tensor, apart: Tensor) -> str:
+        if not bool(observed.isfinite().all()):
+            return "not a number"
+        if not bool(observed.any()):
+            return "it is zero"
+        run = self._engine.run
+        factor = fitted_factor(observed, right)
+        exact = run.training.precision in EXACT
+        if float((observed - factor * right).norm()) <= (1e-3 if exact else 0.3) * float(apart.norm()):
+            return named_factor(factor, run, run.micro_batches, exact=False) or f"factor {factor:.4g}"
+        if apart.ndim > 1:
+            size = apart.flatten(1).norm(dim=1)
+            wrong = size > 0.05 * size.max()
+            if int(wrong.sum()) <= 0.75 * len(wrong):
+                return f"{UNKNOWN}; only {int(wrong.sum())} of {len(wrong)} tokens differ"
+        return UNKNOWN
+
+    def _sketch(self, segment: Segment, slices: dict[str, list[Part]], replayed: Replayed, exact: Replayed) -> None:
+        """Of each slice that some rank holds: one rank of a replica tells what the replay made of it."""
+        engine, here = self._engine, self._engine.groups.coordinates
+        parts = {part.name: part for unit in segment.units for part in unit.parts}
+        for name, own in self._seen.weights.items():
+            self._rows[_gradient("ranks", parts[name])] = own
+            if here.cp == here.tp == 0:
+                for part in slices[name]:
+                    for kind, made in (("replay", replayed), ("exact", exact)):
+                        cut = part_of(made.weights[name].view(part.full_shape), part)
+                        self._rows[_gradient(kind, part)] = sketch(cut)  # type: ignore[arg-type]
+        for held, row in self._rows.items():
+            self._rows[held] = row.to(engine.device)
+
+    def judge(self, engine: Engine, optimizer: Optimizer, step: int) -> list[Located]:
+        found = [replace(each, step=step) for each in self._found]
+        told = self._tell.gather(self._rows, NUMBERS)
+        found = from_all(engine, found)
+        return found + list(self._wrong_gradients(told, step))
+
+    def _wrong_gradients(self, told: list[Rows], step: int) -> Iterator[Located]:
+        layout, run = self._engine.run.layout, self._engine.run
+        if any("failed" in rows for rows in told):
+            return
+        sums: dict[Gradient, Tensor] = {}
+        holders: dict[Gradient, int] = {}
+        for rank, rows in enumerate(told):
+            for held, row in rows.items():
+                # Of tensor ranks that all have the whole gradient, one counts.
+                if held.kind != "ranks" or held.adds or rank % layout.tp == 0:
+                    sums[held] = sums[held] + row if held in sums else row
+                    holders.setdefault(held, rank)
+        # What is zero but for rounding has no relative error.
+        right_of = {held: row for held, row in sums.items() if held.kind == "replay"}
+        floor = NEGLIGIBLE * max((float(row.norm()) for row in right_of.values()), default=0.0)
+        spreads = {
+            held._replace(kind="ranks"): float((row - sums[held._replace(kind="exact")]).norm())
+            / (max(float(row.norm()), floor) or 1.0)
+            for held, row in right_of.items()
+        }
+        typical = median(spreads.values()) if spreads else 0.0
+        for held, observed in sums.items():
+            if held.kind != "ranks":
+                continue
+            right, exact = (sums.get(held._replace(kind=kind)) for kind in ("replay", "exact"))
+            if right is None or exact is None:
+                continue
+            scale = max(float(right.norm()), floor) or 1.0
+            error = float((observed - right).norm()) / scale
+            allowed = self._allowed(max(spreads[held], typical))
+            if run.training.precision not in EXACT:
+                allowed = max(allowed, LEAST_GRADIENT)
+            if error <= allowed or (not right.any() and run.training.precision not in EXACT):
+                continue
+            cause = self._cause(observed, right, observed - right)
+            place = step, self._micro_batch + 1, holders[held]
+            name = f"gradient of {held.name}"
+            error = error if error == error else math.inf
+            yield Located(name, module_of(held.name), "weight gradient", *place, error, allowed, cause)
+
+
+@contextmanager
+def _inside(segment: Segment, kept: dict[str, Tensor]) -> Iterator[None]:
+    """Meanwhile the first results of a block's two halves are kept."""
+    hooks = []
+    for path in ("attention", "feed_forward"):
+        module = getattr(segment.module, path, None)
+        if isinstance(module, nn.Module):
+
+            def hook(_: nn.Module, __: Any, result: Any, name: str = f"{segment.name}.{path}") -> None:
+                if isinstance(result, Tensor):
+                    kept.setdefault(name, result.detach().clone())
+
+            hooks.append(module.register_forward_hook(hook))
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def _segments(engine: Engine) -> list[Segment]:
+    return [segment for stage in engine.pipeline.stages.values() for segment in stage.segments]
+
+
+def _in_turn(engine: Engine) -> list[str]:
+    """A block first, then what stands at the ends, then the others: what is wrong in one block is mostly so in all."""
+    names = [segment.name for segment in _segments(engine)]
+    blocks = [name for name in names if name.startswith("layers.")]
+    ends = [name for name in ("head", "embedding") if name in names]
+    return [*blocks[:1], *ends, *blocks[1:]]
+
+
+def _is_replayed(engine: Engine, name: str) -> bool:
+    run, segment = engine.run, next(each for each in _segments(engine) if each.name == name)
+    if isinstance(run.model, PythonModelSpec):
+        if run.layout.cp > 1:
+            return False
+    elif name.startswith("layers.") and int(name.rpartition(".")[2]) >= run.model.layers:
+        return False  # a layer that predicts further tokens reads more than its input
+    if name == "head" and run.model.prediction_layers:
+        return False
+    tokens = run.layout.micro_batch_of(engine.groups.coordinates.dp) * run.training.sequence
+    size = sum(math.prod(part.full_shape) for unit in segment.units for part in unit.parts)
+    return size <= LARGEST and (name != "head" or tokens * run.model.vocab <= LARGEST_HEAD)

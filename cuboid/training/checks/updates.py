@@ -1,0 +1,183 @@
+"""Updates: of sampled elements the arithmetic of the optimizer once more, in float64, from the gradients, moments and
+weights before it; of an average of weights likewise. Of optimizers that look at whole matrices, only that a weight with
+a gradient moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cuboid.checkpoint.state import AVERAGE
+from cuboid.kernels.precision import join_halves
+from cuboid.parallel.parallelize import Engine
+from cuboid.parallel.zero import OptimizerShard
+from cuboid.training.checks.check import Looks, from_all, sampled_places
+from cuboid.training.checks.words import UNKNOWN, Located, module_of
+from cuboid.training.learning_rate import learning_rate
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import StepResult
+
+ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-2}
+"""How far from where it should be a weight may be, of the learning rate."""
+ROUNDING = {torch.float64: 2e-16, torch.float32: 1.2e-7}
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Of the sampled elements of a shard, in float64 on the CPU."""
+
+    weights: Tensor
+    gradient: Tensor
+    state: dict[str, Tensor]
+
+
+class Updates(Looks):
+    def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+        self._engine, self._optimizer = engine, optimizer
+        self._before: dict[str, Sampled] = {}
+        self._norm = self._scale = 0.0
+        self._taken = 0
+        self._dtype = engine.units[0].accumulate
+
+    def see_gradients(self, result: StepResult) -> None:
+        optimizer = self._optimizer
+        self._norm, self._scale, self._taken = result.gradient_norm, result.loss_scale or 1.0, optimizer.steps_taken
+        self._before = self._sampled()
+
+    def _shards(self) -> list[OptimizerShard]:
+        """Those that an optimizer updates."""
+        return [shard for unit in self._engine.units if unit.uses for shard in unit.optimizer_shards()]
+
+    def _sampled(self) -> dict[str, Sampled]:
+        """Now. One copy from the device for all of them."""
+        kept: list[tuple[str, str, Tensor]] = []
+        for shard in self._shards():
+            name, places = shard.part.name, sampled_places(shard.stop - shard.start).to(shard.gradient.device)
+            kept += [(name, "weights", _weights(shard, places)), (name, "gradient", _of(shard.gradient, places))]
+            state = self._optimizer.state_of(shard).items()
+            kept += [(name, kind, _of(x, places)) for kind, x in state if x.numel() == shard.stop - shard.start]
+        if not kept:
+            return {}
+        values = torch.cat([x.to(self._engine.device) for *_, x in kept]).cpu()
+        found: dict[str, dict[str, Tensor]] = {}
+        parts = torch.split(values, [len(x) for *_, x in kept])
+        for (name, kind, _), x in zip(kept, parts, strict=True):
+            found.setdefault(name, {})[kind] = x
+        return {
+            name: Sampled(own.pop("weights"), own.pop("gradient") / self._scale, own) for name, own in found.items()
+        }
+
+    def judge(self, engine: Engine, optimizer: Optimizer, step: int) -> list[Located]:
+        now = self._sampled()
+        found = []
+        for shard in self._shards():
+            found += list(self._wrong(shard, self._before[shard.part.name], now[shard.part.name], step))
+        return from_all(engine, found)
+
+    def _wrong(self, shard: OptimizerShard, before: Sampled, now: Sampled, step: int) -> Iterator[Located]:
+        spec, run = self._engine.run.optimizer, self._engine.run
+        dtype, after = self._dtype, now.weights
+        rate = learning_rate(run.learning_rate, step - 1, run.training.steps) * shard.part.rate_factor
+        place = (step, None, self._engine.groups.world.index)
+        name = shard.part.name
+        if "exp_avg" in before.state and not spec.is_own:
+            right = self._adamw(before, rate, shard)
+            unit = rate or 1.0
+            allowed = ALLOWED[dtype] + 4 * ROUNDING[dtype] * float(before.weights.abs().max()) / unit
+            error = float((after - right).abs().max()) / unit
+            if not error <= allowed:
+                cause = self._cause(before, after, right, rate, shard)
+                error = error if error == error else math.inf
+                yield Located(name, module_of(name), "update", *place, error, allowed, cause)
+                return
+        elif rate and bool(before.gradient.any()) and torch.equal(after, before.weights):
+            yield Located(name, module_of(name), "update", *place, 1.0, 0.0, "not updated, though it has a gradient")
+            return
+        yield from self._wrong_average(shard, before, now, step)
+
+    def _adamw(
+        self,
+        before: Sampled,
+        rate: float,
+        shard: OptimizerShard,
+        clips: bool = True,
+        moments: bool = True,
+        corrects: bool = True,
+        decays: bool | None = None,
+    ) -> Tensor:
+        """Weights after the update, or after one that lacks something."""
+        spec, clip = self._engine.run.optimizer, self._engine.run.training.gradient_clip
+        scale = min(1.0, clip / (self._norm + 1e-6)) if clip > 0 and clips else 1.0
+        gradient = before.gradient * scale
+        first, second = before.state["exp_avg"] * moments, before.state["exp_avg_sq"] * moments
+        first = first + (1 - spec.beta1) * (gradient - first)
+        second = spec.beta2 * second + (1 - spec.beta2) * gradient.square()
+        done = self._taken + 1 if corrects else 10**7
+        mean = first / (1 - spec.beta1**done)
+        root = second.sqrt() / math.sqrt(1 - spec.beta2**done) + spec.epsilon
+        if decays is None:
+            decays = len(shard.part.full_shape) > 1
+        held = 1 - rate / shard.part.rate_factor * spec.weight_decay if decays else 1.0
+        return before.weights * held - rate * mean / root
+
+    def _cause(self, before: Sampled, after: Tensor, right: Tensor, rate: float, shard: OptimizerShard) -> str:
+        if not bool(after.isfinite().all()):
+            return "not a number"
+        is_matrix = len(shard.part.full_shape) > 1
+        apart = float((after - right).norm())
+        decay = "no weight decay" if is_matrix else "weight decay on a parameter that has none"
+        hypotheses = (
+            ("not updated", before.weights),
+            ("not clipped", self._adamw(before, rate, shard, clips=False)),
+            ("moments were lost: those of the steps before are zero", self._adamw(before, rate, shard, moments=False)),
+            ("no bias correction", self._adamw(before, rate, shard, corrects=False)),
+            (decay, self._adamw(before, rate, shard, decays=not is_matrix)),
+        )
+        for told, made in hypotheses:
+            if float((after - made).norm()) <= 0.02 * apart:
+                return told
+        moved, should = after - before.weights, right - before.weights
+        factor = float((moved * should).sum() / should.square().sum().clamp(min=1e-300))
+        if float((moved - factor * should).norm()) <= 0.02 * apart:
+            return f"factor {factor:.4g} of the update: another learning rate"
+        return f"{UNKNOWN}; moments or gradient of another shard, or of another step"
+
+    def _wrong_average(self, shard: OptimizerShard, before: Sampled, now: Sampled, step: int) -> Iterator[Located]:
+        decay = self._engine.run.optimizer.average
+        if not decay or AVERAGE not in before.state:
+            return
+        average, moved, after = before.state[AVERAGE], now.state[AVERAGE], now.weights
+        right = average + (1 - decay) * (after - average)
+        scale = float((after - average).abs().max()) * (1 - decay)
+        apart = float((moved - right).abs().max())
+        dtype = self._dtype
+        allowed = ALLOWED[dtype] * scale + 4 * ROUNDING[dtype] * float(after.abs().max())
+        if apart <= allowed or not scale:
+            return
+        cause = UNKNOWN
+        hypotheses = (
+            ("not moved", average),
+            ("it took in weights before the update: stale", average + (1 - decay) * (before.weights - average)),
+            ("it moves away from the weights", average - (1 - decay) * (after - average)),
+        )
+        for told, made in hypotheses:
+            if float((moved - made).abs().max()) <= max(0.02 * apart, allowed):
+                cause = told
+                break
+        name, place = shard.part.name, (step, None, self._engine.groups.world.index)
+        yield Located(f"average of {name}", module_of(name), "update", *place, apart / scale, allowed / scale, cause)
+
+
+def _of(x: Tensor, places: Tensor) -> Tensor:
+    return x.detach().flatten()[places.to(x.device)].double()
+
+
+def _weights(shard: OptimizerShard, places: Tensor) -> Tensor:
+    if not shard.is_halved or shard.weight is None:
+        return _of(shard.kept, places)
+    kept = shard.kept.flatten()[places.to(shard.kept.device)].to(shard.weight.device)
+    return join_halves(shard.weight.view(torch.int16).flatten()[places], kept).double()
