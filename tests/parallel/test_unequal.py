@@ -91,3 +91,16 @@ def test_ranks_keep_what_their_weights_say(pool: Pool) -> None:
     larger, smaller = pool.run("tests.parallel.cases:held_bytes", (run,), ranks=2)
     assert larger["optimizer"] == pytest.approx(3 * smaller["optimizer"], rel=0.01)
     assert larger["master"] == pytest.approx(3 * smaller["master"], rel=0.01)
+
+
+@pytest.mark.parametrize("layout", ["dp=2,pp=2,zero=1,batch_weights=3:1", "dp=2,zero=3,batch_weights=3:1"])
+def test_evaluation_and_batches_that_grow(pool: Pool, layout: str) -> None:
+    found = []
+    for each in ("dp=1", layout):
+        more = ["training.batch_ramp=8x1", "training.global_batch=16"]
+        run = small_run(each, *more, micro_batches=4)
+        job = "tests.parallel.cases:losses_and_evaluation"
+        losses = pool.run(job, (run,), ranks=run.layout.world_size)
+        assert all(other == losses[0] for other in losses)
+        found.append(losses[0])
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
