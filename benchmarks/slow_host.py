@@ -1,13 +1,13 @@
-"""Two hosts, a rank each, one with half the CPU of the other: how much unequal parts of a batch win, against what was
+"""Two hosts, a rank each, one at half the speed of the other: how much unequal parts of a batch win, against what was
 predicted; and a host that becomes slow during a run, with the supervisor's new parts and without.
 
-    python benchmarks/slow_host.py [--cores 0.4] [--steps 60] [--during 220] [--layout dp=2,zero=1] [--json]
+    python benchmarks/slow_host.py [--cores 0.4 | --sleep 0.25] [--steps 60] [--during 220] [--layout dp=2] [--json]
 
-Hosts are network namespaces, their CPU a quota of cgroups. Quotas hold once training has begun. The layout that is
-compared with the equal one is what `cuboid.resilience.rebalance` makes of the equal run's own measurements, and its
-prediction is compared with the steps of a run on it. Runs that are compared go side by side, each on hosts and quotas
-of its own, so that whatever else a machine does slows both. Needs root, iproute2 and cgroups of version 1.
-Give it a higher priority (--nice -10) where others use the cores."""
+Hosts are network namespaces. Their CPU is a quota of cgroups, which holds once training has begun; where others use
+the cores, quotas are not reached, and --sleep makes each forward pass of a micro-batch sleep so long on the fast host,
+twice as long on the slow one. What is predicted is what `cuboid.resilience.rebalance` makes of the equal run's own
+measurements. Runs that are compared go side by side, so that whatever else a machine does slows both. Needs root,
+iproute2 and cgroups of version 1."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from typing import Any
 from hosts import Hosts
 
 from cuboid.resilience.rebalance import Pace, balance
+from cuboid.spec.layout import Layout
 from cuboid.spec.run import build_run
 
 GROUPS = Path("/sys/fs/cgroup/cpu")
@@ -39,7 +40,7 @@ PERIOD = 50_000
 WARM = 3
 """Steps before quotas hold."""
 FIELDS = {
-    "training.global_batch": 24,
+    "training.global_batch": 12,
     "training.sequence": 64,
     "training.device": "cpu",
     "learning_rate.schedule": "constant",
@@ -84,15 +85,20 @@ class Job:
         with Hosts(2) as hosts:
             quotas = [Quota(f"{self.folder.name}-{host}") for host in range(2)]
             try:
-                started = [self._start(hosts, host, quotas[host]) for host in range(2)]
+                sleeps = [f"slow rank={rank} at=forward seconds={self._options.sleep}" for rank in range(2)]
+                sleeps.append(f"slow rank=1 step={slow_at + 1} at=forward seconds={self._options.sleep}")
+                environment = {**os.environ, "CUBOID_FAULT": "; ".join(sleeps) if self._options.sleep else ""}
+                started = [self._start(hosts, host, quotas[host], environment) for host in range(2)]
                 cores = self._options.cores
                 self._wait(lambda: len(self.rows()) >= WARM, started)
                 for host, quota in enumerate(quotas):
-                    quota.limit(cores if late or host == 0 else cores / 2)
+                    if not self._options.sleep:
+                        quota.limit(cores if late or host == 0 else cores / 2)
                 if late:
                     self._wait(lambda: len(self.rows()) >= slow_at, started)
                     self.slow_since = time.time()
-                    quotas[1].limit(cores / 2)
+                    if not self._options.sleep:
+                        quotas[1].limit(cores / 2)
                 for each in started:
                     if each.wait(900):
                         raise SystemExit(f"a host ended with {each.returncode}: {self.log()[-2000:]}")
@@ -105,7 +111,7 @@ class Job:
                     quota.close()
         return self.rows()
 
-    def _start(self, hosts: Hosts, host: int, quota: Quota) -> subprocess.Popen[Any]:
+    def _start(self, hosts: Hosts, host: int, quota: Quota, environment: dict[str, str]) -> subprocess.Popen[Any]:
         many = ["--nodes", "2", "--rendezvous", f"{hosts.address(0)}:29400"]
         log = (self.folder / f"host-{host}.log").open("w")
 
@@ -114,7 +120,13 @@ class Job:
             quota.inside()
 
         return hosts.run(
-            host, [*self._command, *many], cwd=self.folder, stdout=log, stderr=subprocess.STDOUT, preexec_fn=enter
+            host,
+            [*self._command, *many],
+            cwd=self.folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=enter,
+            env=environment,
         )
 
     def _wait(self, happened: Callable[[], bool], started: list[subprocess.Popen[Any]]) -> None:
@@ -154,26 +166,20 @@ def always(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     table = {"model": options.model, "layout": options.layout}
     run = build_run(table, [f"{name}={value}" for name, value in FIELDS.items()])
     run = replace(run, training=replace(run.training, steps=100_000))
-    first = Job(options, folder / "first", options.layout, 25, off)
-    first.run(0, late=False)
-    found = balance(run, run.layout, 1, first.paces())
-    if found is None:
-        raise SystemExit(f"nothing to gain: {first.paces()}")
-    layouts = {"equal": options.layout, "unequal": str(found.layout)}
+    layouts = {"equal": options.layout, "unequal": options.unequal}
     jobs = [Job(options, folder / name, layout, options.steps, off) for name, layout in layouts.items()]
     equal, unequal = (median(row["seconds"] for row in rows[2 * WARM :]) for rows in side_by_side(jobs))
-    # What the equal run measured beside the unequal one.
     paces = jobs[0].paces()
     foretold = balance(run, run.layout, 1, paces)
-    if foretold is None or foretold.layout != found.layout:
-        raise SystemExit(f"the hosts were {layouts['unequal']} and are not any more: {paces}")
+    if foretold is None or str(foretold.layout) != str(Layout.parse(options.unequal)):
+        print(f"from {paces} {foretold and foretold.layout} is made, not {options.unequal}", file=sys.stderr)
     return {
         "layout": layouts["unequal"],
         "equal_seconds": equal,
         "unequal_seconds": unequal,
         "times": equal / unequal,
-        "predicted_seconds": foretold.after,
-        "error": foretold.after / unequal - 1,
+        "predicted_seconds": foretold.after if foretold else None,
+        "error": foretold.after / unequal - 1 if foretold else None,
         "own_seconds": [pace.own for pace in paces.values()],
         "own_seconds_unequal": [pace.own for pace in jobs[1].paces().values()],
     }
@@ -196,8 +202,10 @@ def during(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cores", type=float, default=0.3, help="of the fast host; the slow one has half")
+    parser.add_argument("--sleep", type=float, default=0.0, help="seconds in each forward pass, in place of quotas")
     parser.add_argument("--model", default="tiny-llama")
-    parser.add_argument("--layout", default="dp=2,zero=1")
+    parser.add_argument("--layout", default="dp=2")
+    parser.add_argument("--unequal", default="dp=2,batch_weights=2:1", help="what is compared with --layout")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument(
         "--during", type=int, default=220, help="steps of the runs with a host that becomes slow; 0: none"
