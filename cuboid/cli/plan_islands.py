@@ -41,6 +41,7 @@ def as_json(plan: IslandsPlan) -> dict[str, object]:
         "expected_loss": {**asdict(plan.loss), "sentence": plan.loss.sentence},
         "alone": encode(plan.alone) if plan.alone else None,
         "one_job": encode(plan.one_job) if plan.one_job else None,
+        "unequal": encode(plan.unequal) if plan.unequal else None,
         "one_job_refused": plan.one_job_refused,
         "notes": list(plan.notes),
         "omitted": plan.groups.omitted(),
@@ -78,7 +79,7 @@ def show(console: Console, plan: IslandsPlan, written: str = "", tokens: float |
         f"· a fragment travels for up to {max(plan.transfers):.3g} s, {plan.hidden:.0%} of a round is hidden behind "
         f"steps; each island sends up to {max(plan.sent) / 1e9:.4g} GB in {spec.every} steps"
     )
-    for other in (plan.one_job, plan.alone):
+    for other in (plan.one_job, plan.unequal, plan.alone):
         if other is not None:
             console.print(f"· {_beside(other, rate)}", markup=False)
     if plan.one_job is None:
@@ -147,7 +148,7 @@ def formulas(plan: IslandsPlan) -> list[str]:
 
 
 def _beside(other: Other, rate: float) -> str:
-    what = "one job over the links" if other.name == "one job" else f"{other.name} alone"
+    what = f"{other.name} over the links" if other.name.startswith("one job") else f"{other.name} alone"
     return (
         f"{what}: {other.tokens_per_second:,.0f} tokens/s, islands {rate / other.tokens_per_second:.2f} × that "
         f"({other.layout}, {other.step_seconds:.4g} s a step)"

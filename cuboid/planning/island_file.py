@@ -58,7 +58,7 @@ def _table(plan: IslandsPlan) -> dict[str, object]:
         "notes": list(plan.notes),
         "links": [encode(link) for link in groups.links if set(link.between) <= sites],
     }
-    others = {"alone": plan.alone, "one_job": plan.one_job}
+    others = {"alone": plan.alone, "one_job": plan.one_job, "unequal": plan.unequal}
     table |= {name: encode(other) for name, other in others.items() if other is not None}
     table[ISLANDS] = {
         group.name: {"layout": str(own.layout), "times": encode(times)}
@@ -129,7 +129,7 @@ def load_islands_plan(path: str | Path) -> tuple[IslandsPlan, Run]:
         raise UserError(f"islands.count={spec.count} is not what the plan has; use count={len(rows)}")
     others = {
         name: decode(Other, _field(head, name, dict[str, object]), f"plan.{name}")
-        for name in ("alone", "one_job")
+        for name in ("alone", "one_job", "unequal")
         if isinstance(head, Mapping) and name in head
     }
     transfers = _field(head, "transfer_seconds", list[float])
@@ -152,6 +152,7 @@ def load_islands_plan(path: str | Path) -> tuple[IslandsPlan, Run]:
         loss=expected_loss(model.active_parameters, spec.count, spec.every),
         alone=others.get("alone"),
         one_job=others.get("one_job"),
+        unequal=others.get("unequal"),
         one_job_refused=_field(head, "one_job_refused", str),
         notes=tuple(_field(head, "notes", list[str])),
     )

@@ -17,6 +17,7 @@ from cuboid.cost.rounds import IslandTimes, Prediction, Timeline, endless, round
 from cuboid.errors import UserError
 from cuboid.planning.choose import fastest, with_reasons
 from cuboid.planning.island_links import Paths, Sent, fragment_bytes, sent_between
+from cuboid.planning.mixed import mixed_job
 from cuboid.planning.plan import Plan
 from cuboid.planning.question import Question
 from cuboid.planning.search import search
@@ -24,6 +25,7 @@ from cuboid.spec.cluster import ClusterSpec, LinkTier
 from cuboid.spec.coding import decode, field_types, parse_text, require_known
 from cuboid.spec.groups import Group, Groups
 from cuboid.spec.islands import IslandsSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
 
 COMPUTING = 0.95
@@ -86,6 +88,8 @@ class IslandsPlan:
     """The fastest group without the others."""
     one_job: Other | None = None
     """All groups as one job, its collectives on the slow links."""
+    unequal: Other | None = None
+    """… with parts of the batch by the speed of each replica's accelerators, where these differ."""
     one_job_refused: str = ""
     """Why there is none."""
     notes: tuple[str, ...] = ()
@@ -344,6 +348,7 @@ def _compared(best: IslandsPlan, ask: Ask, global_batch: int, first: Group) -> I
     """With what else could be done with the same groups."""
     alone = _other(first.name, ask, first.cluster, global_batch)
     together = _other("one job", ask, as_one_job(best.groups), global_batch)
+    unequal = _unequal(best.groups, ask, global_batch)
     notes = []
     batch = sum(plan.question.global_batch for plan in best.plans)
     if batch != global_batch:
@@ -355,8 +360,9 @@ def _compared(best: IslandsPlan, ask: Ask, global_batch: int, first: Group) -> I
         notes.append(f"without {' and '.join(left)}: all islands would wait for the slowest one")
     if isinstance(alone, Other) and alone.tokens_per_second >= best.tokens_per_second:
         notes.append(f"{alone.name} alone is as fast: plan for {best.groups.name}.toml:{alone.name}")
-    if isinstance(together, Other) and together.tokens_per_second >= best.tokens_per_second:
-        notes.append("one job over the links is as fast: islands gain nothing here")
+    for other in (together, unequal):
+        if isinstance(other, Other) and other.tokens_per_second >= best.tokens_per_second:
+            notes.append(f"{other.name} over the links is as fast, and learns as one: take it in place of islands")
     if best.computing < COMPUTING:
         notes.append(f"the links are too slow for islands to compute {COMPUTING:.0%} of the time")
     for number, held in enumerate(best.host_bytes):
@@ -371,8 +377,29 @@ def _compared(best: IslandsPlan, ask: Ask, global_batch: int, first: Group) -> I
         best,
         alone=alone if isinstance(alone, Other) else None,
         one_job=one,
+        unequal=unequal,
         one_job_refused="" if one else str(together),
         notes=tuple(notes),
+    )
+
+
+def _unequal(groups: Groups, ask: Ask, global_batch: int) -> Other | None:
+    if len({group.cluster.accelerator for group in groups.groups}) == 1:
+        return None
+    try:
+        questions = [ask(group.cluster, global_batch) for group in groups.groups]
+    except UserError:
+        return None
+    if any(isinstance(question.model, PythonModelSpec) for question in questions):
+        return None
+    found = mixed_job(groups, questions, global_batch)
+    if found is None:
+        return None
+    return Other(
+        name="one job with unequal replicas",
+        layout=str(found.layout),
+        step_seconds=found.step_seconds,
+        tokens_per_second=found.tokens_per_second,
     )
 
 

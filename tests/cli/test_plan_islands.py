@@ -129,6 +129,21 @@ def test_an_island_that_is_not_in_the_plan_is_refused(folder: Path, capsys: pyte
     assert "plans several islands" in capsys.readouterr().err
 
 
+def test_unequal_replicas_are_one_of_the_ways(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = TWO_HOSTS.replace('accelerator = "cpu"', 'accelerator = "h100"', 1)
+    kinds = kinds.replace("cpu", "a100").replace("bandwidth_gbit = 1", "bandwidth_gbit = 3200")
+        "bandwidth_gbit = 1", "bandwidth_gbit = 3200"
+    )
+    (folder / "sites.toml").write_text(kinds)
+    question = ["qwen2.5-0.5b", "sites.toml", "--global-batch", "1440", "--seq", "2048"]
+    assert main(["plan", *question, "-o", "plan.toml"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "one job with unequal replicas over the links" in shown
+    assert main(["explain", "plan.toml", "--json"]) == 0
+    unequal = json.loads(capsys.readouterr().out)["unequal"]
+    assert "batch_weights=" in unequal["layout"]
+
+
 def test_a_job_file_of_an_island(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *QUESTION, "-o", "plan.toml", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
