@@ -1,9 +1,9 @@
-"""One job over groups of different accelerators: data parallelism across them, tensor parallelism inside nodes, and each
-replica a part of the batch by its speed (`batch_weights`).
+"""One job over groups of different accelerators: data parallelism across them, tensor parallelism inside nodes, and
+each replica a part of the batch by its speed (`batch_weights`).
 
 Ranks fill the groups in the order of the file, so with pp=1 the first replicas are those of the first group. A replica
 takes a + b · n for n micro-batches, by the costs of its own kind; gradients and parameters cross the links between
-sites once, which nothing is taken to hide. Put together from parts: no such job was measured beside it."""
+sites once, which nothing is taken to hide. No such job was measured beside this sum."""
 
 from __future__ import annotations
 

@@ -130,9 +130,10 @@ def test_an_island_that_is_not_in_the_plan_is_refused(folder: Path, capsys: pyte
 
 
 def test_unequal_replicas_are_one_of_the_ways(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kinds = TWO_HOSTS.replace('accelerator = "cpu"', 'accelerator = "h100"', 1)
-    kinds = kinds.replace("cpu", "a100").replace("bandwidth_gbit = 1", "bandwidth_gbit = 3200")
-        "bandwidth_gbit = 1", "bandwidth_gbit = 3200"
+    kinds = (
+        TWO_HOSTS.replace("cpu", "h100", 1)
+        .replace("cpu", "a100")
+        .replace("bandwidth_gbit = 1", "bandwidth_gbit = 3200")
     )
     (folder / "sites.toml").write_text(kinds)
     question = ["qwen2.5-0.5b", "sites.toml", "--global-batch", "1440", "--seq", "2048"]
