@@ -11,6 +11,7 @@ from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run, build_run
+from cuboid.training.learning_rate import check_schedule
 from cuboid.verification.rounding import ROUNDED
 
 T = TypeVar("T")
@@ -107,6 +108,7 @@ def check_provable(run: Run, chain: bool = False) -> None:
         from cuboid.training.own_optimizer import check_optimizer  # the one thing here that needs torch
 
         check_optimizer(run)
+    check_schedule(run)
     precision = run.training.precision
     if chain and precision in ROUNDED:
         raise UserError(f"training.precision={precision} is too coarse for a proof; use --precision float64 or float32")

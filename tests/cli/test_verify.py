@@ -126,6 +126,10 @@ def test_a_difference_is_exit_status_one(capsys: pytest.CaptureFixture[str]) -> 
         (["--backend", "nccl"], "error: --backend=nccl needs a GPU for every rank, and a rank has none; use --backend"),
         (["--nodes", "2"], "error: nodes=2 needs a place where nodes meet; add --rendezvous HOST:PORT"),
         (["--nodes", "3", "--rendezvous", "127.0.0.1:29400"], "error: nodes=3 do not divide the 8 ranks of dp=2,tp=2,"),
+        (
+            ["--set", "learning_rate.python=python:builtins:object"],
+            "error: learning_rate.python=python:builtins:object gives no number for step=",
+        ),
         (["--model", "tiny-lama"], "error: unknown model=tiny-lama; did you mean tiny-llama"),
     ],
 )
