@@ -131,7 +131,7 @@ def faults(hosts: Hosts, seed: int, kinds: list[str], options: argparse.Namespac
     with tempfile.TemporaryDirectory(prefix="cuboid-faults-") as name:
         job = Job(hosts, Path(name), seed, options)
         well = all(job.wait_for_step(each, 20) for each in range(ISLANDS))
-        struck = []
+        struck = 0
         for kind in kinds:
             if not well:
                 break
@@ -146,21 +146,19 @@ def faults(hosts: Hosts, seed: int, kinds: list[str], options: argparse.Namespac
                 time.sleep(0.1)
             after = job.rows(number)[before:]
             well = len(after) > 8 or job.running[number].poll() == 0
-            struck.append({"kind": kind, "island": number, "after": step, "when": when, "back": well})
-            struck[-1]["back_at"] = after[0]["step"] if after else None
-            struck[-1]["seconds"] = round(time.time() - when, 1)
+            survivors = [job.rows(each) for each in range(ISLANDS) if each != number]
+            costs = [_cost([row for row in found if row["time"] > when - 2]) for found in survivors]
+            row = {"fault": kind, "seed": seed, "island": number, "after": step, "back": well}
+            row |= {"back_at": after[0]["step"] if after else None, "seconds": round(time.time() - when, 1)}
+            row |= {"lost_steps": [cost[0] for cost in costs], "longest_gap": round(max(cost[1] for cost in costs), 2)}
+            tell({**row, "steps": options.steps}, options.json)
+            struck += 1
         codes = job.end()
         told = [job.rows(each) for each in range(ISLANDS)]
-        for each, following in zip(struck, [*struck[1:], None], strict=False):
-            until = following["when"] if following else float("inf")
-            survivors = [found for number, found in enumerate(told) if number != each["island"]]
-            costs = [_cost([row for row in found if each["when"] - 2 < row["time"] < until]) for found in survivors]
-            each |= {"lost_steps": [cost[0] for cost in costs], "longest_gap": round(max(cost[1] for cost in costs), 2)}
-            tell({"fault": each["kind"], "seed": seed, **each, "steps": options.steps}, options.json)
         ended = all(code == 0 for code in codes)
         losses = [_last_loss(found) for found in told if found]
         gone = [max(0, options.steps - found[-1]["step"]) for found in told if found]
-        row = {"job": seed, "faults": len(struck), "asked": len(kinds), "ended": ended, "codes": codes, "gone": gone}
+        row = {"job": seed, "faults": struck, "asked": len(kinds), "ended": ended, "codes": codes, "gone": gone}
         tell({**row, "loss": statistics.fmean(losses) if losses else None, "steps": options.steps}, options.json)
         if not ended or not well:
             for number in range(ISLANDS):
