@@ -29,7 +29,7 @@ NUMBERS = (
 WORDS = (
     *("", " ", "\t", "none", "null", "true", "false", "[]", "{}", "[[", "]", "=", "a=b", "a.b.c", ".", "..", "-", "--"),
     # No file that root may write to: some of these are where a command writes.
-    *("../../../../proc/version", "/dev/zero", "/dev/stdin", "/proc/self/mem", "/", "~", "nothing", "café", "日本", "🙂"),
+    *("../../../../proc/stat", "/dev/zero", "/dev/stdin", "/proc/self/mem", "/", "~", "nothing", "café", "日本", "🙂"),
     *("x" * 300, "x" * 5000, "a/" * 2000, "%s%n", "{0}", "{{", "$HOME", "`id`", "a\nb", "a\rb", "\x1b[31m", "\x7f"),
     *("[" * 3000, "{a=" * 2000, "'" * 3, '"', "\\", "\\u0000", "\\ud800", "\u202e", "\ufeff", "byte", "cpux1", "dp=1"),
     *("python:builtins:str", "python:math:nothing", "python:..:x", "python:a..b:x", "python:builtins:object"),
