@@ -147,6 +147,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints on disk, in killed trainings")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that trainings end
     folder = Path(mkdtemp(prefix="cuboid-memory-"))
     run = gigabyte_run(str(folder / "run"))
     run = replace(run, data=replace(run.data, source="synthetic"))
