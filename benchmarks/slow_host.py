@@ -170,16 +170,16 @@ def always(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     jobs = [Job(options, folder / name, layout, options.steps, off) for name, layout in layouts.items()]
     equal, unequal = (median(row["seconds"] for row in rows[2 * WARM :]) for rows in side_by_side(jobs))
     paces = jobs[0].paces()
-    foretold = balance(run, run.layout, 1, paces)
-    if foretold is None or str(foretold.layout) != str(Layout.parse(options.unequal)):
-        print(f"from {paces} {foretold and foretold.layout} is made, not {options.unequal}", file=sys.stderr)
+    predicted = balance(run, run.layout, 1, paces)
+    if predicted is None or str(predicted.layout) != str(Layout.parse(options.unequal)):
+        print(f"from {paces} {predicted and predicted.layout} is made, not {options.unequal}", file=sys.stderr)
     return {
         "layout": layouts["unequal"],
         "equal_seconds": equal,
         "unequal_seconds": unequal,
         "times": equal / unequal,
-        "predicted_seconds": foretold.after if foretold else None,
-        "error": foretold.after / unequal - 1 if foretold else None,
+        "predicted_seconds": predicted.after if predicted else None,
+        "error": predicted.after / unequal - 1 if predicted else None,
         "own_seconds": [pace.own for pace in paces.values()],
         "own_seconds_unequal": [pace.own for pace in jobs[1].paces().values()],
     }
