@@ -10,7 +10,7 @@ from cuboid.errors import UserError
 from cuboid.planning.choose import plans
 from cuboid.planning.front_picture import svg
 from cuboid.planning.island_file import dump_islands_plan
-from cuboid.planning.islands import Ask
+from cuboid.planning.islands import Ask, plan_islands
 from cuboid.planning.offers import FAILURES, Offer, best, front, offers, part
 from cuboid.planning.plan import amount, dump_plan
 from cuboid.readers import check_output, write_output
@@ -66,7 +66,7 @@ def answer_offers(groups: Groups, ask: Ask, global_batch: int, wanted: Wanted, a
 
 def _run_file(groups: Groups, ask: Ask, global_batch: int, chosen: Offer, tokens: float) -> str:
     if chosen.islands is not None:
-        return dump_islands_plan(chosen.islands, tokens)
+        return dump_islands_plan(plan_islands(groups, ask, global_batch, {}), tokens)
     plan = plans(ask(part(groups, chosen), global_batch), top=1)[0]
     return dump_plan(replace(plan, train_tokens=tokens))
 

@@ -15,7 +15,7 @@ from typing import Any
 from cuboid.cost.island_loss import ExpectedLoss, expected_loss
 from cuboid.cost.rounds import IslandTimes, Prediction, Timeline, endless, rounds_over_time
 from cuboid.errors import UserError
-from cuboid.planning.choose import fastest, with_reasons
+from cuboid.planning.choose import fastest, resized_search, with_reasons
 from cuboid.planning.island_links import Paths, Sent, fragment_bytes, sent_between
 from cuboid.planning.mixed import mixed_job
 from cuboid.planning.plan import Plan
@@ -142,6 +142,11 @@ def plan_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping[st
     """`global_batch`: sequences in a step of all islands together. `wanted`: fields of [islands] the user decides."""
     best = fastest_islands(groups, ask, global_batch, wanted)
     return _compared(_planned(groups, best), ask, global_batch, best.first)
+
+
+def islands_alone(groups: Groups, ask: Ask, global_batch: int) -> IslandsPlan:
+    """Without what else could be done, which takes as long again."""
+    return _planned(groups, fastest_islands(groups, ask, global_batch, {}))
 
 
 def fastest_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping[str, Any]) -> Candidate:
@@ -406,11 +411,17 @@ def _unequal(groups: Groups, ask: Ask, global_batch: int) -> Other | None:
 def _other(name: str, ask: Ask, cluster: ClusterSpec, global_batch: int) -> Other | UserError:
     try:
         question = ask(cluster, global_batch)
-        plan = fastest(question)
+        seconds, layout = resized_search(question) or _best(question)
     except UserError as reason:
         return reason
-    rate = global_batch * question.sequence / plan.seconds
-    return Other(name=name, layout=str(plan.layout), step_seconds=plan.seconds, tokens_per_second=rate)
+    rate = global_batch * question.sequence / seconds
+    return Other(name=name, layout=layout, step_seconds=seconds, tokens_per_second=rate)
+
+
+def _best(question: Question) -> tuple[float, str]:
+    """Or why there is none."""
+    plan = fastest(question)
+    return plan.seconds, str(plan.layout)
 
 
 def as_one_job(groups: Groups) -> ClusterSpec:

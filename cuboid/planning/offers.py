@@ -13,7 +13,7 @@ from cuboid.cost.goodput import HOUR, PUBLISHED, Costs, recommend
 from cuboid.errors import UserError
 from cuboid.planning.choose import resized_search
 from cuboid.planning.island_failures import failures_of, goodput_of
-from cuboid.planning.islands import Ask, IslandsPlan, plan_islands
+from cuboid.planning.islands import Ask, IslandsPlan, islands_alone
 from cuboid.planning.plan import amount
 from cuboid.planning.question import FEW_NODES, every_size, resized, resized_cluster, sizes
 from cuboid.spec.cluster import ClusterSpec
@@ -110,7 +110,7 @@ def _of_group(group: Group, ask: Ask, global_batch: int, tokens: float) -> Itera
 def _of_islands(groups: Groups, ask: Ask, global_batch: int, tokens: float) -> Iterator[Offer]:
     """The fastest islands of all groups."""
     try:
-        plan = plan_islands(groups, ask, global_batch, {})
+        plan = islands_alone(groups, ask, global_batch)
     except UserError:
         return
     members, own = plan.members, plan.plans
