@@ -86,7 +86,7 @@ def _(patches: Patches) -> None:
 def _(patches: Patches) -> None:
     """The all-gather after an update does not bring all weights before they are used."""
 
-    def gather(part: Tensor, group: Any, into: Tensor | None = None) -> Pending:
+    def gather(part: Tensor, group: Any, into: Tensor | None = None, *_: Any) -> Pending:
         assert into is not None
         rows = into.view(group.size, -1)
         rows[group.index].copy_(part.flatten())
