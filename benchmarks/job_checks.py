@@ -192,7 +192,9 @@ def main() -> int:
         return 0
     if options.right:
         return try_right(options)
-    named = [name for name in CATALOGUE if any(part in name for part in options.only)]
+    # Those of checkpoints need a second layout, which a training does not have.
+    trained = [name for name, bug in CATALOGUE.items() if not bug.onto]
+    named = [name for name in trained if any(part in name for part in options.only)]
     wanted = [(name, each) for name in named for each in CATALOGUE[name].precisions if each in options.precision]
     rows: list[Row] = []
     for row in tried(part_of(wanted, options.part), options.jobs, attempt):

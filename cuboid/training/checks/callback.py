@@ -11,6 +11,7 @@ from cuboid.console import say
 from cuboid.data.source import Source
 from cuboid.errors import UserError
 from cuboid.parallel.parallelize import Engine
+from cuboid.resilience.bad_steps import number
 from cuboid.training.callbacks import Callback
 from cuboid.training.checks.check import Check
 from cuboid.training.checks.copies import Copies
@@ -123,7 +124,8 @@ class Checks(Callback):
         self._told.add((first.tensor, first.where))
         text = f"check: {told(first)}"
         if is_new and trainer.rank == 0:
-            wrong = Wrong("check", text, asdict(first))
+            # JSON has no word for what is not a number.
+            wrong = Wrong("check", text, {**asdict(first), "error": number(first.error)})
             for callback in trainer.callbacks:
                 if isinstance(callback, Metrics):
                     callback.warn(asdict(wrong))
