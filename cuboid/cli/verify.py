@@ -18,7 +18,7 @@ from cuboid.launch.place import find_place, local_places
 from cuboid.launch.start import NodeOptions
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run, check_supported
-from cuboid.verification.make import check_provable, islands_runs, verification_run
+from cuboid.verification.make import check_provable, islands_runs, take, verification_run
 from cuboid.verification.rounding import MULTIPLE, ROUNDED
 
 MOST_STEPS = 10_000
@@ -118,13 +118,15 @@ def command(
         return _verify_step(against, as_json)
     given = {"device": device, "backend": backend}
     changed = (f"training.device={device}", f"training.backend={backend}", *(overrides or ()))
+    model, changed = take("model", model, changed)
+    precision, changed = take("training.precision", dtype, changed)
     if islands is not None:
         if layout is not None or resume is not None or options != NodeOptions() or find_place(os.environ) is not None:
             raise UserError(
                 "--islands starts the ranks of all islands on this machine; use it without --layout, --resume, "
                 "--nodes, torchrun or srun"
             )
-        return _verify_islands(islands_runs(islands, model, changed, steps, dtype, seed), as_json, oversubscribe)
+        return _verify_islands(islands_runs(islands, model, changed, steps, precision, seed), as_json, oversubscribe)
     steps = 3 if steps is None else steps
     if resume is not None:
         if layout is not None:
@@ -133,8 +135,8 @@ def command(
             raise UserError(
                 "--resume starts other ranks for each layout; use it on one machine, without --nodes, torchrun or srun"
             )
-        return _verify_chain(chain_runs(resume, model, changed, steps, dtype, seed), as_json, oversubscribe, given)
-    run = verification_run(layout or "dp=2,tp=2,pp=2", model, changed, steps, dtype, seed)
+        return _verify_chain(chain_runs(resume, model, changed, steps, precision, seed), as_json, oversubscribe, given)
+    run = verification_run(layout or "dp=2,tp=2,pp=2", model, changed, steps, precision, seed)
     check_supported(run)
     check_provable(run)
     check_data(run)

@@ -37,8 +37,6 @@ def verification_run(
     """A short run on random tokens with labels masked differently in every sample, so that means of means would
     show. With a chain of layouts its batch is one that fits them all."""
     shapes = [Layout.parse(each) for each in chain or [layout]]
-    model, overrides = _taken("model", model, overrides)
-    dtype, overrides = _taken("training.precision", dtype, overrides)
     described = load_model(model)
     if described.mixture is not None:
         if not isinstance(described, PythonModelSpec):  # whose modules say themselves how they are balanced
@@ -64,7 +62,7 @@ def verification_run(
     return build_run(table, overrides)
 
 
-def _taken(field: str, value: str, overrides: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+def take(field: str, value: str, overrides: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     """`value`, or what overrides set the field to, and the others: what else a proof asks for follows from it."""
     pairs = [(each, *each.partition("=")[::2]) for each in overrides]
     found = [text.strip(" '\"") for _, name, text in pairs if name.strip() == field]

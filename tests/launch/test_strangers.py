@@ -97,7 +97,9 @@ def test_strangers_at_every_port_change_nothing(tmp_path: Path, supervisors: lis
     ended = [supervisor.end() for supervisor in supervisors]
     assert [code for code, _ in ended] == [75, 75]
     assert not (tmp_path / "runs/default/failures.jsonl").exists(), "nothing was ever started again"
-    assert "warning" not in "".join(said for _, said in ended)
+    said = [line for _, text in ended for line in text.splitlines() if "warning" in line]
+    # Steps are so short that a copy may take longer than the five until the next.
+    assert not [line for line in said if "is still in flight" not in line]
     assert (tmp_path / "runs/default/secret").stat().st_mode & 0o777 == 0o600
 
 
