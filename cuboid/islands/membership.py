@@ -9,12 +9,14 @@ Every decision carries all there is to know, so that another place can continue 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cuboid.islands.batches import Batches
 from cuboid.spec.islands import IslandsSpec
+from cuboid.spec.run import Run, dump_run
 
 Table = dict[str, Any]
 
@@ -421,3 +423,13 @@ class Membership:
             for number, island in self.islands.items()
             if island.settled
         }
+
+
+def fingerprint(run: Run) -> str:
+    """Equal on islands that train the same model on the same data alike."""
+    own = ("layout", "output", "checkpoint", "resilience", "profile", "checks")
+    plain = {name: type(getattr(run, name))() for name in own}
+    training = replace(run.training, device="auto", backend="auto", bind="auto", threads_per_rank=1, compile="auto")
+    training = replace(training, overlap_tensor="off", cuda_graphs="auto", deterministic=False, callbacks="")
+    same = replace(run, **plain, training=training, samples=type(run.samples)(), evaluation=type(run.evaluation)())
+    return hashlib.sha256(dump_run(replace(same, plan={})).encode()).hexdigest()

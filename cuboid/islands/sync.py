@@ -3,7 +3,6 @@ and later lets them follow the outer ones. Between the two a thread of its own d
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections import deque
@@ -31,11 +30,12 @@ from cuboid.islands.links import (
     Outbox,
     as_wire,
 )
+from cuboid.islands.membership import fingerprint
 from cuboid.islands.outer import OuterState, Sent
 from cuboid.parallel.coordination import Coordination, open_coordination
 from cuboid.spec.island_homes import overlap, runs_of_blocks
 from cuboid.spec.layout import Layout
-from cuboid.spec.run import Run, dump_run
+from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
 
 FOREVER = 10 * 365 * 86400.0
@@ -495,12 +495,3 @@ def _at_once(todo: list[Callable[[], object]]) -> None:
     with ThreadPoolExecutor(min(len(todo), AT_ONCE)) as pool:
         for future in [pool.submit(each) for each in todo]:
             future.result()
-
-
-def fingerprint(run: Run) -> str:
-    """Equal on islands that train the same model on the same data alike."""
-    plain = {name: type(getattr(run, name))() for name in ("layout", "output", "checkpoint", "resilience", "profile")}
-    training = replace(run.training, device="auto", backend="auto", bind="auto", threads_per_rank=1, compile="auto")
-    training = replace(training, overlap_tensor="off", cuda_graphs="auto", deterministic=False, callbacks="")
-    same = replace(run, **plain, training=training, samples=type(run.samples)(), evaluation=type(run.evaluation)())
-    return hashlib.sha256(dump_run(replace(same, plan={})).encode()).hexdigest()

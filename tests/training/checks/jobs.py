@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from cuboid.spec.run import ChecksSpec, OutputSpec, Run
+from cuboid.spec.checks import ChecksSpec
+from cuboid.spec.run import OutputSpec, Run
 from cuboid.telemetry.rows import metric_rows
 from cuboid.training.checks.replay import Replay
 from cuboid.training.step import StepResult

@@ -9,7 +9,8 @@ import pytest
 
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
-from cuboid.spec.run import ChecksSpec, build_run
+from cuboid.spec.checks import ChecksSpec
+from cuboid.spec.run import build_run
 from cuboid.verification.make import verification_run
 from tests.training.checks.jobs import checked
 from tests.verification.bugs.bug import CATALOGUE
