@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from at_once import Place, part_of, tried
 
 from cuboid.errors import RankError, UserError
-from cuboid.spec.layout import CONTEXT_METHODS
+from cuboid.spec.layout import CONTEXT_METHODS, STAGES_PER_RANK
 from cuboid.spec.run import Run, check_supported
 from cuboid.verification.make import verification_run
 
@@ -47,7 +47,11 @@ def drawn(numbers: random.Random, model: str, precision: str) -> Run:
         if not 1 < dp * tp * pp * cp <= 8:
             continue
         layout = f"dp={dp},tp={tp},pp={pp},cp={cp},cp_method={pick(CONTEXT_METHODS)},zero={pick(range(4))}"
-        layout += f",schedule={pick(['gpipe', '1f1b', 'interleaved', 'zb1p', 'zbv', 'dualpipev'])}"
+        schedule = pick(["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"])
+        layout += f",schedule={schedule}"
+        stages = pp * (STAGES_PER_RANK[schedule] or 2)
+        if 1 < stages <= 4 and pick([True, False]):
+            layout += f",layers={5 - stages}" + ":1" * (stages - 1)
         layout += f",recompute={pick(['none', 'none', 'selective', 'full'])},micro_batch={pick([1, 2])}"
         layout += f",sequence_parallel={pick(['true', 'false'])},ep={pick([1, 1, 2, 4])}"
         for name in ("batch_weights", "shard_weights"):

@@ -151,6 +151,8 @@ def _label(layout: Layout, row: TensorRow) -> Text:
     if layout.stages > 1:
         stages = layout.stages_of(row.pp)
         words.append(f"{'stage' if len(stages) == 1 else 'stages'} {'+'.join(map(str, stages))}")
+        if layout.layers:
+            words.append(f"{'+'.join(str(layout.layers[stage]) for stage in stages)} layers")
     if layout.dp > 1:
         words.append(f"replica {row.dp}")
     if layout.cp > 1:

@@ -145,7 +145,7 @@ def _say_preempted(run: Run, outcome: Outcome, as_json: bool) -> None:
 
 
 def _announce(run: Run) -> None:
-    stages = partition(run.model, run.layout.stages, run.training.sequence)
+    stages = partition(run.model, run.layout.stages, run.training.sequence, run.layout.layers)
     tokens = run.training.global_batch * run.training.sequence
     ramp = f", at first {run.training.batch_ramp}" if run.training.batch_ramp else ""
     ranks = "1 rank" if run.layout.world_size == 1 else f"{run.layout.world_size} ranks"

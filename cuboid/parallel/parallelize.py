@@ -123,7 +123,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
     layout, model = run.layout, run.model
     micro_batches = run.micro_batches_of(coordinates(rank, layout).dp)
     schedule = make_schedule(layout.schedule, layout.pp, micro_batches, layout.vpp)
-    layers = held_layers(model, layout.stages, run.training.sequence)
+    layers = held_layers(model, layout, run.training.sequence)
     tied_apart = embedding_is_shared(model) and schedule.stage_rank[0] != schedule.stage_rank[-1]
     groups = make_groups(
         layout,

@@ -91,7 +91,7 @@ class RankStep:
         """Of a micro-batch on this rank, those of its tensor-parallel neighbours included."""
         self.stages = self.layout.stages_of(self.place.pp)
         self.first, self.last = 0 in self.stages, self.layout.stages - 1 in self.stages
-        layers = held_layers(self.model, self.layout.stages, run.training.sequence)
+        layers = held_layers(self.model, self.layout, run.training.sequence)
         self.layers = [layer for stage in self.stages for layer in layers[stage]]
         self.recompute = {
             layer: self.layout.recompute_at(place) for stage in self.stages for place, layer in enumerate(layers[stage])

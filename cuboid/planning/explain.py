@@ -239,7 +239,7 @@ def rank_held(plan: Plan, rank: int) -> tuple[float, float]:
     layout, question = plan.layout, plan.question
     if isinstance(question.model, PythonModelSpec):
         return own_rank_held(question, layout, rank)
-    part = held(question.model, layout.schedule, layout.pp, layout.vpp, question.sequence)
+    part = held(question.model, layout, question.sequence)
     jobs = Space.of([layout], question).jobs
     found = rank_parameters(Shape.of(question.model), jobs, part.layers, *part.ends())
     plain, routed = (np.broadcast_to(each, layout.pp)[rank] for each in (found.plain, found.routed))

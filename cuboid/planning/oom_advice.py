@@ -108,7 +108,7 @@ def _recomputed(run: Run) -> tuple[list[Changes], list[Changes]]:
     layout = run.layout
     some = layout.recompute_layers
     kinds = RECOMPUTE[RECOMPUTE.index(layout.recompute) + 1 :]
-    most = longest_stage(run.model, layout.stages, run.training.sequence)
+    most = longest_stage(run.model, layout.stages, run.training.sequence, layout.layers)
     numbers = sorted({most * eighths // 8 for eighths in range(1, 8)} - {0})
     whole: list[Changes] = [{"recompute_layers": 0}] if some else []
     whole += [{"recompute": kind, **({"recompute_layers": 0} if some else {})} for kind in kinds]

@@ -209,7 +209,7 @@ class _Costs:
     @cached_property
     def _part(self) -> Held:
         layout = self._layout
-        return held(self._question.model, layout.schedule, layout.pp, layout.vpp, self._question.sequence)
+        return held(self._question.model, layout, self._question.sequence)
 
     @cached_property
     def _stages(self) -> list[list[str]]:

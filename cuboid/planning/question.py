@@ -90,7 +90,7 @@ class Question:
                 f"seq={self.sequence} is longer than max_positions={model.max_positions} of {model.name}; "
                 f"use seq={model.max_positions} or less"
             )
-        for name in ("batch_weights", "shard_weights"):
+        for name in ("layers", "batch_weights", "shard_weights"):
             if self.fixed.get(name):
                 raise UserError(f"{name} is not searched for equal accelerators; use cuboid explain to predict it")
         # What depends on fields that are still open is left to the search.

@@ -67,7 +67,7 @@ class StageSeconds:
 
 def stage_seconds(question: Question, layout: Layout) -> StageSeconds:
     """Seconds of every stage for one micro-batch."""
-    part = held(question.model, layout.schedule, layout.pp, layout.vpp, question.sequence)
+    part = held(question.model, layout, question.sequence)
     costs, hop = stage_costs(
         question.model,
         question.machine,
@@ -162,7 +162,7 @@ def refine(question: Question, known: Sequence[tuple[Scores, int, Table]]) -> li
             bubble = float(1 - work.mean() / max(delayed, float(work.max())))
         jobs = Space.of([layout], question).jobs
         away = single(host_bytes(Shape.of(question.model), jobs, question.profile))
-        layers = held(question.model, layout.schedule, layout.pp, layout.vpp, question.sequence).counts
+        layers = held(question.model, layout, question.sequence).counts
         found.append(Refined(layout=layout, parts=parts, memory=memory, layers=layers, bubble=bubble, host_memory=away))
     return found
 
@@ -172,7 +172,7 @@ def _pipeline(question: Question, layout: Layout, micro_batches: int) -> tuple[P
     seconds, chip = stage_seconds(question, layout), question.machine.chip
     costs = seconds.costs
     totals = np.array(costs.forward) + np.array(costs.input_backward) + np.array(costs.weight_backward)
-    each = held(question.model, layout.schedule, layout.pp, layout.vpp, question.sequence).by_rank(totals)
+    each = held(question.model, layout, question.sequence).by_rank(totals)
     work = micro_batches * with_shared_cores(chip, each, each.mean())
     # A schedule's critical path runs at the speed of ranks that others wait for.
     quick = StageSeconds(costs.scaled(chip.together), seconds.message)
@@ -182,7 +182,7 @@ def _pipeline(question: Question, layout: Layout, micro_batches: int) -> tuple[P
 def memory_table(question: Question, layout: Layout) -> Table:
     """Bytes of every pipeline rank; activations as the schedule's own table holds them."""
     shape, engine = Shape.of(question.model), question.profile
-    part = held(question.model, layout.schedule, layout.pp, layout.vpp, question.sequence)
+    part = held(question.model, layout, question.sequence)
     micro_batches = question.global_batch // (layout.dp * layout.micro_batch)
     jobs = replace(Space.of([layout], question).jobs, fuller=number(layout.fuller_shard))
     first, last = part.ends()
@@ -337,7 +337,7 @@ def fitted(question: Question, given: Layout, memory: Table) -> tuple[Layout, Ta
         if fullest(memory) <= question.limit or not least_kind(question) <= more < len(RECOMPUTE):
             return given, memory
         layout = replace(layout, recompute=RECOMPUTE[more])
-    part = held(question.model, layout.schedule, layout.pp, layout.vpp, question.sequence)
+    part = held(question.model, layout, question.sequence)
     low, high = 0, max(part.counts)
     while high - low > 1:
         middle = (low + high) // 2

@@ -27,7 +27,7 @@ from cuboid.cost.sharding import rank_parameters, reduction, tied_sum
 from cuboid.cost.step import PARTS, first_parameters, replica_time
 from cuboid.planning.question import Question
 from cuboid.planning.space import DEGREES, Space
-from cuboid.planning.stages import LayerSeconds, assumed_slowest, real_slowest
+from cuboid.planning.stages import LayerSeconds, assumed_slowest, held, real_slowest
 from cuboid.spec.layout import RECOMPUTE
 
 BUSY = ("compute", "tensor", "context", "expert", "host")
@@ -108,12 +108,23 @@ def score(question: Question, space: Space, memory: Array | None = None) -> Scor
     for name in BUSY:
         once = fixed if name == "host" else 0.0
         parts[name] = (parts[name] - once) * growth + once
+    if space.layers:  # the cost model knows only its own division
+        parts["optimizer"] = parts["optimizer"] * _fuller_stage(question, space)
     others = parts["data"] - folded_sum(question, space) + parts["optimizer"]
     others = others + parts["transfer"] * least_transfer(question, space)
     even = _priced(question, space, _least(question, space, passes) + fixed + others)
     fits = estimates.fits & (estimates.memory <= question.limit)
     parts = {name: _priced(question, space, part) for name, part in parts.items()}
     return Scores(space, parts, of_size(estimates.memory, size), np.broadcast_to(fits, size), even)
+
+
+def _fuller_stage(question: Question, space: Space) -> Array:
+    """Parameters of the rank that has most, over those that the cost model counts with."""
+    shape, jobs = Shape.of(question.model), space.jobs
+    assumed = first_parameters(shape, jobs, partition(shape, jobs, question.profile)).total
+    part = held(question.model, space.layout(0), question.sequence)
+    most = [rank_parameters(shape, jobs, *each).total for each in zip(part.layers, *part.ends(), strict=True)]
+    return np.asarray(reduce(np.maximum, most) / assumed)
 
 
 def _priced(question: Question, space: Space, seconds: Array) -> Array:

@@ -33,6 +33,8 @@ class Space:
     columns: dict[str, Column]
     global_batch: int
     sequence: int
+    layers: tuple[int, ...] = ()
+    """Of each stage, where they are decided, which a search leaves to the engine."""
 
     def __len__(self) -> int:
         return len(self.columns["dp"])
@@ -41,7 +43,7 @@ class Space:
         """Some of the layouts, by position or by mask."""
         where = np.flatnonzero(which) if which.dtype == bool else which
         columns = {name: column.take(where) for name, column in self.columns.items()}
-        return Space(columns, self.global_batch, self.sequence)
+        return Space(columns, self.global_batch, self.sequence, self.layers)
 
     def offloaded(self) -> "Space":
         """The same layouts with the optimizer's state in CPU memory."""
@@ -79,11 +81,11 @@ class Space:
         values["recompute"] = RECOMPUTE[values["recompute"]]
         for name in ("sequence_parallel", "offload"):
             values[name] = bool(values[name])
-        return Layout(**values)
+        return Layout(**values, layers=self.layers)
 
     @classmethod
     def of(cls, layouts: list[Layout], question: Question) -> "Space":
-        """Given layouts."""
+        """Given layouts, whose stages hold as many layers as one another's."""
         rows: list[dict[str, Any]] = [{name: getattr(layout, name) for name in NAMES} for layout in layouts]
         for row in rows:
             row["cp_method"] = CONTEXT_METHODS.index(row["cp_method"])
@@ -91,7 +93,7 @@ class Space:
             row["recompute"] = RECOMPUTE.index(row["recompute"])
             row["offload"] = row["offload"] and not question.on_cpu  # there it changes nothing
         columns = {name: np.array([row[name] for row in rows], dtype=np.int64) for name in NAMES}
-        return cls(columns, question.global_batch, question.sequence)
+        return cls(columns, question.global_batch, question.sequence, layouts[0].layers if layouts else ())
 
 
 @lru_cache(maxsize=4096)

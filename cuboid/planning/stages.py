@@ -73,12 +73,16 @@ def _different_ranks(part: Held, again: int) -> tuple[Array, Array]:
     return np.ascontiguousarray(table[:4].T).T, table[4:]
 
 
-@lru_cache(maxsize=1024)
-def held(model: ModelSpec, schedule: str, pp: int, vpp: int, sequence: int) -> Held:
+def held(model: ModelSpec, layout: Layout, sequence: int) -> Held:
     """The partition of a model over a pipeline."""
+    return _held(model, layout.schedule, layout.pp, layout.vpp, sequence, layout.layers)
+
+
+@lru_cache(maxsize=1024)
+def _held(model: ModelSpec, schedule: str, pp: int, vpp: int, sequence: int, layers: tuple[int, ...]) -> Held:
     stages = pp * vpp
     leading = model.layers if model.mixture is None else model.mixture.first_dense_layers
-    parts = partition(model, stages, sequence)
+    parts = partition(model, stages, sequence, layers)
     dense = tuple(max(min(part.stop, leading) - part.start, 0) for part in parts)
     mixture = tuple(len(part) - count for part, count in zip(parts, dense, strict=True))
     vee = schedule in V_SHAPED
@@ -157,7 +161,7 @@ def real_slowest(question: Question, space: Space, seconds: LayerSeconds) -> Arr
     for kind, where in zip(ordered[starts].tolist(), np.split(order, starts)[1:], strict=True):
         kind, again = divmod(kind, 10_000)
         stages, schedule = divmod(kind, len(SCHEDULES))
-        part = held(question.model, SCHEDULES[schedule], *divmod(stages, 1_000), question.sequence)
+        part = _held(question.model, SCHEDULES[schedule], *divmod(stages, 1_000), question.sequence, space.layers)
         ranks, others = part.different_ranks(again)
         each = seconds_of[where] @ ranks
         slowest[where] = (each + less_of[where] @ others if again else each).max(axis=1)

@@ -87,7 +87,7 @@ def moved(plan: Plan) -> list[Moved]:
 def _different_ranks(run: Run) -> list[int]:
     """A rank of every place in the pipeline, of places that hold alike of the first; all are of the busiest replica."""
     layout, model = run.layout, run.model
-    layers = partition(model, layout.stages, run.training.sequence)
+    layers = partition(model, layout.stages, run.training.sequence, layout.layers)
     own = isinstance(model, PythonModelSpec)  # whose layers may all differ
     found: dict[tuple[object, ...], int] = {}
     replica = layout.busiest_replica * layout.cp * layout.tp

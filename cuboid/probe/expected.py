@@ -74,7 +74,7 @@ def expected(run: Run, rank: int, cluster: ClusterSpec, routing: float | None = 
 def _seconds(question: Question, run: Run, rank: int, stage: int) -> float:
     layout = run.layout
     space = Space.of([layout], question)
-    part = held(run.model, layout.schedule, layout.pp, layout.vpp, run.training.sequence)
+    part = held(run.model, layout, run.training.sequence)
     seconds = LayerSeconds.of(question, space.jobs)
     dense, mixture = (sum(way.alone for way in passes) for passes in (seconds.times.dense, seconds.times.mixture))
     first, last = (float(ends[stage]) for ends in part.ends())

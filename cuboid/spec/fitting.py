@@ -99,6 +99,11 @@ def _check_heads(layout: Layout, model: ModelSpec) -> None:
 
 def _check_stages(layout: Layout, model: ModelSpec) -> None:
     if layout.stages <= model.layers:
+        if layout.layers and sum(layout.layers) != model.layers:
+            raise UserError(
+                f"layers={format_weights(layout.layers)} are {sum(layout.layers)} layers and {model.name} has "
+                f"{model.layers}; use {layout.stages} numbers with that sum"
+            )
         return
     fewer = model.layers // layout.vpp
     virtual = f" × vpp={layout.vpp}" if layout.vpp > 1 else ""
@@ -153,7 +158,7 @@ def _check_recompute(layout: Layout, model: ModelSpec, sequence: int) -> None:
     """All layers have one spelling, 0."""
     if not layout.recompute_layers:
         return
-    most = longest_stage(model, layout.stages, sequence)
+    most = longest_stage(model, layout.stages, sequence, layout.layers)
     if layout.recompute_layers >= most:
         fewer = f"use recompute_layers={most - 1} or less, or 0 for all" if most > 1 else "use recompute_layers=0"
         raise UserError(

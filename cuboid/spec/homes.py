@@ -234,7 +234,7 @@ def stage_buckets(run: Run, pipeline_rank: int) -> tuple[Bucket, ...]:
     """The matrices of all layers that a pipeline rank holds, with their homes, in the order they travel."""
     layout, model, steps = run.layout, run.model, run.optimizer.newton_schulz_steps
     size = stage_size(layout)
-    layers = held_layers(model, layout.stages, run.training.sequence)
+    layers = held_layers(model, layout, run.training.sequence)
     own = isinstance(model, PythonModelSpec)  # whose layers may all differ
     known: dict[object, list[tuple[Matrix, NDArray[np.int64]]]] = {}
     lots: list[list[tuple[str, Matrix, NDArray[np.int64]]]] = [[]]

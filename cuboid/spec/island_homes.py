@@ -45,7 +45,7 @@ def elements_of(tensor: Tensor, blocks: Blocks) -> tuple[int, int]:
 
 def _stage_units(run: Run, pipeline_rank: int) -> list[DeclaredUnit]:
     """What a pipeline rank answers for: a tied embedding belongs to the first stage alone."""
-    layers = held_layers(run.model, run.layout.stages, run.training.sequence)
+    layers = held_layers(run.model, run.layout, run.training.sequence)
     stages = run.layout.stages_of(pipeline_rank)
     held = [layer for stage in stages for layer in layers[stage]]
     first, last = 0 in stages, run.layout.stages - 1 in stages

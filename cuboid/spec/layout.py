@@ -79,6 +79,9 @@ class Layout:
     under full, none under selective."""
     sequence_parallel: bool = DERIVED
     """Split what lies between the tensor-parallel matrices along the sequence; default: on when tp > 1."""
+    layers: tuple[int, ...] = ()
+    """Layers of each pipeline stage in the order of the model, e.g. 10:12:6:4, or 7x3:11; default: balanced by the
+    arithmetic of layers and head. With several stages on a rank one number for each of them, pp × vpp in all."""
     batch_weights: tuple[int, ...] = ()
     """In which proportion data-parallel replicas divide a global batch, e.g. 3:1; default: equally. Replicas that meet
     only at the end of a step run so many more micro-batches. Those that wait for one another in each micro-batch
@@ -110,6 +113,7 @@ class Layout:
         object.__setattr__(self, "sequence_parallel", asked and self.tp > 1)
         convert(self.offload, bool, "offload")
         self._resolve_weights()
+        self._check_layers()
         borrowed = self.dp * self.cp * self.tp
         if borrowed % self.ep:
             near = nearest_numbers(self.ep, lambda number: borrowed % number == 0, 1, borrowed)
@@ -196,6 +200,22 @@ class Layout:
             common = gcd(*weights)
             weights = tuple(weight // common for weight in weights)
             object.__setattr__(self, name, weights if max(weights) > 1 else ())
+
+    def _check_layers(self) -> None:
+        if self.layers == ():
+            return
+        layers = convert(self.layers, field_types(Layout)["layers"], "layers")
+        object.__setattr__(self, "layers", layers)
+        told = f"layers={format_weights(layers)}"
+        if self.stages == 1:
+            raise UserError(f"{told} has nothing to divide with pp=1; use pp={max(len(layers), 2)} or omit it")
+        if len(layers) != self.stages:
+            stages = f"pp={self.pp}" + (f" × vpp={self.vpp}" if self.vpp > 1 else "")
+            raise UserError(
+                f"{told} has {len(layers)} numbers for {self.stages} stages ({stages}); use one for each stage"
+            )
+        if min(layers) < 1:
+            raise UserError(f"{told} leaves stage {layers.index(min(layers))} empty; use 1 or more for each")
 
     # How replicas divide a global batch.
 
@@ -342,9 +362,11 @@ def parse_weights(text: str, where: str) -> tuple[int, ...]:
     for part in text.split(":"):
         weight, _, times = part.strip().partition("x")
         if not (weight.isdecimal() and (times or "1").isdecimal()) or len(weight + times) > 15:
-            raise UserError(f"{where}={text} is no list of weights; write it like {where}=3:1 or {where}=3x4:1x2")
+            what = "numbers" if where == "layers" else "weights"
+            raise UserError(f"{where}={text} is no list of {what}; write it like {where}=3:1 or {where}=3x4:1x2")
         if len(weights) + int(times or 1) > MOST_RANKS:
-            raise UserError(f"{where}={text} has more weights than there are ranks; use one for each replica")
+            each = "stage" if where == "layers" else "replica"
+            raise UserError(f"{where}={text} has more numbers than there are ranks; use one for each {each}")
         weights += [int(weight)] * int(times or 1)
     return tuple(weights)
 

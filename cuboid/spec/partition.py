@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
+from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.plugin import PythonModelSpec
 
@@ -149,22 +150,25 @@ def _attention_cost(model: ModelSpec, layer: int, sequence: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _partition(model: ModelSpec, stages: int, sequence: int) -> tuple[range, ...]:
+def _partition(model: ModelSpec, stages: int, sequence: int, layers: tuple[int, ...]) -> tuple[range, ...]:
+    if layers:
+        return tuple(range(start, stop) for start, stop in pairwise([0, *accumulate(layers)]))
     costs, head = layer_costs(model, sequence)
     return tuple(stage_layers(costs, 0.0, head, stages))
 
 
-def partition(model: ModelSpec, stages: int, sequence: int) -> list[range]:
-    """Layers per stage, balanced by forward matmuls per token; the engine and the planner both ask here."""
-    return list(_partition(model, stages, sequence))
+def partition(model: ModelSpec, stages: int, sequence: int, layers: tuple[int, ...] = ()) -> list[range]:
+    """Layers per stage: as many as `layers` says (`Layout.layers`), or balanced by forward matmuls per token. The
+    engine and the planner both ask here."""
+    return list(_partition(model, stages, sequence, layers))
 
 
-def held_layers(model: ModelSpec, stages: int, sequence: int) -> list[range]:
+def held_layers(model: ModelSpec, layout: Layout, sequence: int) -> list[range]:
     """As `partition`, with the prediction layers behind the last stage's own."""
-    *others, last = partition(model, stages, sequence)
+    *others, last = partition(model, layout.stages, sequence, layout.layers)
     return [*others, range(last.start, model.all_layers)]
 
 
-def longest_stage(model: ModelSpec, stages: int, sequence: int) -> int:
+def longest_stage(model: ModelSpec, stages: int, sequence: int, layers: tuple[int, ...] = ()) -> int:
     """Layers of the stage that holds most."""
-    return max(map(len, _partition(model, stages, sequence)))
+    return max(map(len, _partition(model, stages, sequence, layers)))

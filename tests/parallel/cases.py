@@ -22,6 +22,7 @@ from cuboid.model.transformer import Transformer
 from cuboid.parallel.parallelize import build_engine, draw_weights
 from cuboid.parallel.stage import Segment
 from cuboid.planning import collectives as step_collectives
+from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
 from cuboid.training.layer_norms import LayerNorms
 from cuboid.training.optimizer import Optimizer
@@ -31,12 +32,13 @@ CPU = torch.device("cpu")
 
 
 def small_run(layout: str, *overrides: str, model: str = "tiny-llama", micro_batches: int = 2) -> Run:
-    """Two steps of short sequences and a layer more than there are stages; enough micro-batches to accumulate."""
-    run = verification_run(layout, model, (), steps=2)
-    layers = f"model.layers={min(max(3, run.layout.stages + 1), run.model.layers)}"
-    replica = run.layout.batch_unit
-    batch = f"training.global_batch={replica * micro_batches}"
-    sequence = f"training.sequence={math.lcm(8, run.layout.tp * (2 * run.layout.cp if run.layout.cp > 1 else 1))}"
+    """Two steps of short sequences and a layer more than there are stages, or as many as the layout names; enough
+    micro-batches to accumulate."""
+    plan = Layout.parse(layout)
+    most = verification_run("dp=1", model, (), steps=2).model.layers
+    layers = f"model.layers={sum(plan.layers) or min(max(3, plan.stages + 1), most)}"
+    batch = f"training.global_batch={plan.batch_unit * micro_batches}"
+    sequence = f"training.sequence={math.lcm(8, plan.tp * (2 * plan.cp if plan.cp > 1 else 1))}"
     return verification_run(layout, model, (batch, sequence, layers, *overrides), steps=2)
 
 

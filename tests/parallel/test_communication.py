@@ -79,7 +79,7 @@ def test_the_planner_knows_every_parameter_and_its_place(pool: Pool, model: str,
     dense = load_model(model).mixture is None
     run = small_run(layout, "model.layers=5", *(biases if dense else ()), model=model)
     found = pool.run("tests.parallel.cases:unit_layout", (run,), ranks=run.layout.pp)
-    stages = partition(run.model, run.layout.stages, run.training.sequence)
+    stages = partition(run.model, run.layout.stages, run.training.sequence, run.layout.layers)
     for rank, held in enumerate(found):
         mine = run.layout.stages_of(rank)
         layers = [layer for stage in mine for layer in stages[stage]]

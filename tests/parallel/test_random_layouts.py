@@ -6,7 +6,7 @@ import random
 
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
-from cuboid.spec.layout import CONTEXT_METHODS
+from cuboid.spec.layout import CONTEXT_METHODS, STAGES_PER_RANK
 from cuboid.spec.run import Run
 from tests.parallel.cases import assert_equal, small_run
 
@@ -29,7 +29,12 @@ def draw(random_source: random.Random, most: int, models: list[str], *more: str)
         for name in ("batch_weights", "shard_weights"):
             if dp > 1 and pick([True, False]):
                 parts.append(f"{name}={pick([2, 3])}" + ":1" * (dp - 1))
-        overrides = [f"model.layers={pick(range(4, 10))}", f"model.vocab={pick(range(5, 300))}"]
+        overrides = [f"model.vocab={pick(range(5, 300))}"]
+        vpp = STAGES_PER_RANK[schedule] or 2
+        if pp > 1 and pick([True, False]):
+            parts.append("layers=" + ":".join(str(pick([1, 1, 2, 3])) for _ in range(pp * vpp)))
+        else:
+            overrides.append(f"model.layers={pick(range(4, 10))}")
         overrides += [f"model.kv_heads={pick([1, 2, 4, 8])}", f"training.seed={pick(range(1000))}"]
         assigned = pick(["data.assignment=work", "data.assignment=order", "data.attention_within_documents=false"])
         overrides += [assigned]

@@ -241,6 +241,7 @@ def test_nanotron(plan: Callable[..., Plan]) -> None:
             for target in ("megatron", "deepspeed", "torchtitan", "nanotron")
             for weights in ("batch_weights=3:1", "shard_weights=3:1")
         ),
+        *((target, "dp=8,pp=2,layers=20:12", "llama3-8b", "layers=20:12") for target in ("deepspeed", "nanotron")),
     ],
 )
 def test_what_a_target_cannot_say_is_named(

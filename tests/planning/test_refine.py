@@ -48,7 +48,7 @@ def test_a_short_run_tells_the_time_of_a_long_one(question: Question, text: str)
     seconds = stage_seconds(question, layout)
     costs = seconds.costs
     totals = np.array(costs.forward) + np.array(costs.input_backward) + np.array(costs.weight_backward)
-    part = held(question.model, layout.schedule, layout.pp, layout.vpp, 2048)
+    part = held(question.model, layout, 2048)
     ((alone, delayed),) = makespans([Pipeline(layout, seconds, batches, float(part.by_rank(totals).max()))])
     schedule = make_schedule(layout.schedule, layout.pp, batches, layout.vpp)
     assert alone == pytest.approx(simulate(schedule, costs).makespan, rel=0.01)

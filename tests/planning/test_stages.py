@@ -21,7 +21,7 @@ PAIRS = [("1f1b", 1), ("gpipe", 1), ("zb1p", 1), ("interleaved", 3), ("zbv", 2),
 @pytest.mark.parametrize(("schedule", "vpp"), PAIRS)
 @pytest.mark.parametrize("pp", [1, 2, 5])
 def test_stages_sit_where_the_schedule_puts_them(schedule: str, vpp: int, pp: int) -> None:
-    part = held(load_model("llama3-8b"), schedule, pp, vpp, 4096)
+    part = held(load_model("llama3-8b"), Layout(pp=pp, schedule=schedule, vpp=vpp), 4096)
     assert part.rank == make_schedule(schedule, pp, 4, vpp).stage_rank
     layout = Layout(pp=pp, schedule=schedule, vpp=vpp)
     for rank in range(pp):
@@ -34,21 +34,27 @@ def test_stages_sit_where_the_schedule_puts_them(schedule: str, vpp: int, pp: in
 @pytest.mark.parametrize(("schedule", "vpp"), PAIRS)
 def test_layers_are_those_the_engine_trains(schedule: str, vpp: int) -> None:
     model = load_model("llama3-8b")
-    part = held(model, schedule, 4, vpp, 4096)
+    part = held(model, Layout(pp=4, schedule=schedule, vpp=vpp), 4096)
     assert part.counts == tuple(len(layers) for layers in partition(model, 4 * vpp, 4096))
     assert part.layers.sum() == 32
     assert sum(part.mixture) == 0
 
 
+def test_layers_given_by_hand_are_on_their_stages() -> None:
+    layout = Layout.parse("pp=2,schedule=zbv,layers=3:20:8:1")
+    part = held(load_model("llama3-8b"), layout, 4096)
+    assert part.counts == (3, 20, 8, 1) and part.layers.tolist() == [4, 28]
+
+
 def test_leading_dense_layers_of_a_mixture_are_on_the_first_stages() -> None:
-    part = held(load_model("deepseek-v3"), "1f1b", 16, 1, 4096)
+    part = held(load_model("deepseek-v3"), Layout(pp=16), 4096)
     assert sum(part.dense) == 3
     assert part.dense[0] > 0
     assert sum(part.dense) + sum(part.mixture) == 61
 
 
 def test_different_ranks_are_all_kinds_of_ranks() -> None:
-    part = held(load_model("gpt3-175b"), "zbv", 8, 2, 2048)
+    part = held(load_model("gpt3-175b"), Layout(pp=8, schedule="zbv"), 2048)
     first, last = part.ends()
     rows = zip(part.by_rank(part.dense), part.by_rank(part.mixture), first, last, strict=True)
     assert {tuple(column) for column in part.different_ranks()[0].T} == set(rows)
@@ -71,7 +77,7 @@ def test_the_slowest_rank_is_the_largest_sum(ask: Callable[..., Question], model
         for value in (seconds.dense, seconds.mixture, seconds.head, seconds.parts.embedding)
     )
     for index, layout in enumerate(layouts(model)):
-        part = held(question.model, layout.schedule, layout.pp, layout.vpp, 2048)
+        part = held(question.model, layout, 2048)
         ranks = [0.0] * layout.pp
         for stage, rank in enumerate(part.rank):
             ranks[rank] += part.dense[stage] * dense[index] + part.mixture[stage] * mixture[index]

@@ -84,6 +84,14 @@ def test_stages_sit_where_the_schedules_put_them(layout: Layout) -> None:
     ]
 
 
+def test_layers_are_as_they_are_written() -> None:
+    layout = Layout.parse("pp=4,layers=4:4:4:2")
+    assert (layout.layers, str(layout)) == ((4, 4, 4, 2), "dp=1,tp=1,pp=4,layers=4x3:2")
+    assert str(Layout.parse("pp=2,schedule=zbv,layers=2:4:6:2")) == "dp=1,tp=1,pp=2,schedule=zbv,layers=2:4:6:2"
+    assert layout.changed(dp=2).layers == layout.layers
+    assert Layout(pp=2, layers=[3, 1]).layers == (3, 1)  # type: ignore[arg-type]
+
+
 def test_weights_are_one_proportion() -> None:
     assert str(Layout.parse("dp=2,batch_weights=6:2")) == "dp=2,tp=1,pp=1,batch_weights=3:1"
     assert str(Layout.parse("dp=6,batch_weights=2x4:1:1")) == "dp=6,tp=1,pp=1,batch_weights=2x4:1:1"
@@ -176,6 +184,13 @@ def test_changed_resolves_defaults_anew() -> None:
             "dp=4,zero=1,shard=2,shard_weights=3:1:3:1",
             "shard_weights=3:1:3:1 has 4 weights for shard=2; use one for each replica",
         ),
+        ("layers=8", "layers=8 has nothing to divide with pp=1; use pp=2 or omit it"),
+        (
+            "pp=2,schedule=zbv,layers=4:4",
+            "layers=4:4 has 2 numbers for 4 stages (pp=2 × vpp=2); use one for each stage",
+        ),
+        ("pp=3,layers=4:0:4", "layers=4:0:4 leaves stage 1 empty; use 1 or more for each"),
+        ("pp=2,layers=4+4", "layers=4+4 is no list of numbers; write it like layers=3:1 or layers=3x4:1x2"),
         ("zero=4", "zero=4 is out of range; use zero=3"),
         ("zero=-1", "zero=-1 is out of range; use zero=0"),
         ("dp=4,zero=1,shard=3", "shard=3 does not divide dp=4; use shard=2 or shard=4"),
@@ -219,6 +234,12 @@ def test_degrees_are_integers_only(value: object) -> None:
         ("tp=3", "tp=3 does not divide heads=8; use tp=2 or tp=4"),
         ("tp=16", "tp=16 does not divide heads=8; use tp=8"),
         ("pp=9", "pp=9 makes more stages than layers=8; use pp=8"),
+        ("pp=2,layers=4:5", "layers=4:5 are 9 layers and tiny-llama has 8; use 2 numbers with that sum"),
+        (
+            "pp=2,layers=6:2,recompute=full,recompute_layers=6",
+            "recompute_layers=6 covers every layer of the longest stage, which has 6; "
+            "use recompute_layers=5 or less, or 0 for all",
+        ),
         (
             "pp=2,recompute=full,recompute_layers=4",
             "recompute_layers=4 covers every layer of the longest stage, which has 4; "

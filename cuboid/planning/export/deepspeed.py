@@ -72,6 +72,7 @@ def _check(plan: Plan) -> None:
     layout = plan.layout
     lost = Lost(TARGET)
     lost.unless_equal(layout)
+    lost.unless_balanced(layout)
     lost.unless(layout.schedule == "1f1b" or layout.pp == 1, "schedule", layout.schedule, "use schedule=1f1b")
     lost.unless(not layout.sequence_parallel, "sequence_parallel", True, "use sequence_parallel=false or tp=1")
     lost.unless(layout.cp == 1, "cp", layout.cp, "its sequence_parallel_size is Ulysses, not a ring; use cp=1")

@@ -65,6 +65,11 @@ class Lost:
         self.unless(not batch, "batch_weights", batch, "its replicas take equal parts of a batch; leave it out")
         self.unless(not shards, "shard_weights", shards, "its replicas keep equal shards; leave it out")
 
+    def unless_balanced(self, layout: Layout) -> None:
+        """Files that do not say which layers a stage holds."""
+        layers = format_weights(layout.layers)
+        self.unless(not layers, "layers", layers, "it divides layers in its own way; leave it out")
+
     def refuse(self) -> None:
         """Raises when anything was lost."""
         if self.found:

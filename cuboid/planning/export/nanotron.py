@@ -111,6 +111,7 @@ def _check(plan: Plan) -> None:
     layout, model = plan.layout, plan.question.model
     lost = Lost(TARGET)
     lost.unless_equal(layout)
+    lost.unless_balanced(layout)
     check_model(model, lost)
     known = layout.schedule in ENGINES or layout.pp == 1
     lost.unless(known, "schedule", layout.schedule, "use schedule=1f1b or schedule=gpipe")
