@@ -47,6 +47,8 @@ SMALLER = 10
 """Parts of a cluster whose costs are compared first."""
 FURTHER = 1.1
 """Parts of a cluster up to so many times as large as the smallest are asked together whether they are fast enough."""
+TRIED = 6
+"""Shapes of each part of a cluster that are looked at first."""
 SIMULATED = 1.05
 """The simulation of what is best in closed form may be faster or slower by a few percent."""
 
@@ -72,6 +74,37 @@ def resized_search(question: Question) -> tuple[float, str] | None:
         return (own[0].seconds, str(own[0].layout)) if own else None
     scores = search(question, question.cluster.accelerators, keep=1)
     return (float(scores.seconds[0]), str(scores.space.layout(0))) if len(scores.space) else None
+
+
+def each_size(question: Question, sizes: Sequence[int]) -> Iterator[tuple[int, float, str]]:
+    """The same of some parts of a cluster that have any, each with its number of accelerators: parts that differ in
+    nothing else are searched together."""
+    if isinstance(question.model, PythonModelSpec):
+        for size in sizes:
+            if best := resized_search(resized(question, size)):
+                yield size, *best
+        return
+    # The best of each part takes nearly the same time of accelerators, and so one bound does for all of them.
+    for part, alike in _alike(replace(question, priced=True), sizes):
+        known = shapes_within(part, alike)
+        tried = search(part, _first_of_each(known), keep=len(alike), distinct="size")
+        found, most = tried.space.world_size, float(tried.seconds.max(initial=0.0)) * (1 + 1e-8)
+        scores = search(part, known.take(np.isin(known.sizes, found)), keep=len(found), distinct="size", slowest=most)
+        every = [scores]
+        every += [search(part, known.take(known.sizes == size), keep=1) for size in {*alike} - {*found.tolist()}]
+        for each in every:
+            for place, size in enumerate(each.space.world_size.tolist()):
+                yield size, float(each.seconds[place]) / size, str(each.space.layout(place))
+
+
+def _first_of_each(known: Shapes) -> Shapes:
+    """The shapes of each size that are likely to be good."""
+    seen: Counter[int] = Counter()
+    chosen = np.zeros(len(known.order), dtype=bool)
+    for place, size in enumerate(known.sizes.tolist()):
+        seen[size] += 1
+        chosen[place] = seen[size] <= TRIED
+    return known.take(chosen)
 
 
 def with_reasons(plan: Plan) -> Plan:

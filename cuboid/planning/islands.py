@@ -15,7 +15,7 @@ from typing import Any
 from cuboid.cost.island_loss import ExpectedLoss, expected_loss
 from cuboid.cost.rounds import IslandTimes, Prediction, Timeline, endless, rounds_over_time
 from cuboid.errors import UserError
-from cuboid.planning.choose import fastest, with_reasons
+from cuboid.planning.choose import SIMULATED, fastest, resized_search, with_reasons
 from cuboid.planning.island_links import Paths, Sent, fragment_bytes, sent_between
 from cuboid.planning.mixed import mixed_job
 from cuboid.planning.plan import Plan
@@ -155,6 +155,8 @@ def fastest_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping
     best: Candidate | None = None
     for count in _counts(by_speed):
         members = tuple(group for group in groups.groups if group in by_speed[:count])
+        if best is not None and _most(by_speed[count - 1], ask, global_batch, count) <= best.tokens_per_second:
+            continue
         try:
             found = _candidate(groups, members, ask, share(global_batch, count), wanted)
         except UserError:
@@ -169,6 +171,16 @@ def fastest_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping
             f"{by_speed[0].name}"
         )
     return replace(best, first=by_speed[0])
+
+
+def _most(slowest: Group, ask: Ask, global_batch: int, count: int) -> float:
+    """Tokens a second of so many islands, which take as many steps as the slowest one, if nothing else took time."""
+    try:
+        question = ask(slowest.cluster, share(global_batch, count))
+    except UserError:
+        return 0.0
+    best = resized_search(question)
+    return count * question.global_batch * question.sequence * SIMULATED / best[0] if best else 0.0
 
 
 def _counts(by_speed: Sequence[Group]) -> list[int]:

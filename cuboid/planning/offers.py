@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from cuboid.cost.goodput import HOUR, PUBLISHED, Costs, recommend
 from cuboid.errors import UserError
-from cuboid.planning.choose import resized_search
+from cuboid.planning.choose import each_size
 from cuboid.planning.island_failures import failures_of, goodput_of
 from cuboid.planning.islands import Ask, IslandsPlan, islands_alone
 from cuboid.planning.plan import amount
-from cuboid.planning.question import FEW_NODES, every_size, resized, resized_cluster, sizes
+from cuboid.planning.question import FEW_NODES, every_size, resized_cluster, sizes
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.groups import Group, Groups
 
@@ -76,15 +76,11 @@ def _ways(prices: Sequence[tuple[float | None, float | None]]) -> list[bool]:
 def _of_group(group: Group, ask: Ask, global_batch: int, tokens: float) -> Iterator[Offer]:
     """Of parts of a group each with its best layout."""
     small = group.cluster.nodes <= FEW_NODES
-    for size in every_size(group.cluster) if small else sizes(group.cluster):
-        try:
-            question = resized(ask(group.cluster, global_batch), size)
-        except UserError:
-            return
-        best = resized_search(question)
-        if best is None:
-            continue
-        seconds, layout = best
+    try:
+        question = ask(group.cluster, global_batch)
+    except UserError:
+        return
+    for size, seconds, layout in each_size(question, every_size(group.cluster) if small else sizes(group.cluster)):
         rate = global_batch * question.sequence / seconds
         for spot in _ways([(group.price, group.spot_price)]):
             between = PUBLISHED[FAILURES].seconds(size)

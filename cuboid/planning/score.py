@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,10 @@ BUSY = ("compute", "tensor", "context", "expert", "host")
 """Parts of the step that grow with the layers of the slowest rank."""
 CHUNK = 50_000
 Memory = Callable[[Shape, Jobs, Engine], Array]
+
+
+Distinct = bool | Literal["size"]
+"""Of layouts with the same ranks, micro-batch and schedule, or with as many ranks in all, only the best counts."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +74,15 @@ class Scores:
         rounded = [np.round(key / max(key.max(), 1e-300), 9) if len(key) else key for key in keys]
         return np.lexsort(rounded)
 
-    def best(self, keep: int, objective: str, distinct: bool) -> "Scores":
+    def best(self, keep: int, objective: str, distinct: Distinct) -> "Scores":
         """The best of those that fit, best first."""
         fitting = np.flatnonzero(self.fits)
         order = fitting[self.take(fitting).order(objective)]
         if not distinct:
             return self.take(order[:keep])
+        if distinct == "size":
+            sizes = self.space.world_size[order]
+            return self.take(order[np.sort(np.unique(sizes, return_index=True)[1])][:keep])
         keys = np.stack([self.space.columns[name] for name in (*DEGREES, "schedule")], axis=1)
         firsts: dict[tuple[int, ...], int] = {}
         for index in order.tolist():

@@ -21,6 +21,7 @@ from cuboid.planning.question import Question
 from cuboid.planning.refine import LEAST_LEFT, PLACES, least_kind, lighter, may_mix, mixable, mixed, promising
 from cuboid.planning.score import (
     CHUNK,
+    Distinct,
     Least,
     Scores,
     chunks,
@@ -131,7 +132,7 @@ def search(
     *,
     keep: int,
     objective: str = "time",
-    distinct: bool = False,
+    distinct: Distinct = False,
     slowest: float = float("inf"),
     wanted: float = float("inf"),
     mixes: bool = True,
@@ -139,10 +140,10 @@ def search(
 ) -> Scores:
     """The `keep` best layouts that fit, best first; none when none fits.
 
-    `among`: a number of ranks or several, or their shapes where they are known. `distinct`: of layouts with the same
-    ranks, micro-batch and schedule only the best counts. `slowest`: seconds that a step may take. `wanted`: seconds
-    beyond which nobody asks what is best. `mixes`: also layouts that recompute some layers more than others.
-    `any_will_do`: not the best, but as many that fit and are no slower."""
+    `among`: a number of ranks or several, or their shapes where they are known. `distinct`: as `Distinct` says.
+    `slowest`: seconds that a step may take. `wanted`: seconds beyond which nobody asks what is best. `mixes`: also
+    layouts that recompute some layers more than others. `any_will_do`: not the best, but as many that fit and are no
+    slower."""
     mixes = mixes and may_mix(question, objective)
     limit, guess = min(slowest, wanted), not np.isfinite(wanted)
     sizes = [among] if isinstance(among, int) else among
@@ -251,7 +252,7 @@ def _search_some(
     some: Space,
     keep: int,
     objective: str,
-    distinct: bool,
+    distinct: Distinct,
     slowest: float,
     limit: float,
     mixes: bool,
@@ -280,7 +281,7 @@ def _search_some(
     if mixes:
         # What is too slow with all layers recomputed may be fast enough with some of them.
         best = _with_mixes(question, best, found, keep, distinct, limit).within(slowest)
-        others = ~good & promising(question, plain, min(_place(best, keep), limit))
+        others = ~good & promising(question, plain, min(_place(best, keep, distinct), limit))
         found = score_all(question, scheduled(question, space.take(np.flatnonzero(others))))
         best = _with_mixes(question, best, found, keep, distinct, limit).within(slowest)
     return best
@@ -358,17 +359,19 @@ def _scheduled(question: Question, space: Space) -> Space:
     return _sayable(question, scheduled(question, space))
 
 
-def _with_mixes(question: Question, best: Scores, found: Scores, keep: int, distinct: bool, limit: float) -> Scores:
+def _with_mixes(question: Question, best: Scores, found: Scores, keep: int, distinct: Distinct, limit: float) -> Scores:
     """The best with those of others that are faster with some of their layers recomputed."""
-    for bound, space in mixable(question, found, min(_place(best, keep), limit)):
-        if bound > min(_place(best, keep), limit):
+    for bound, space in mixable(question, found, min(_place(best, keep, distinct), limit)):
+        if bound > min(_place(best, keep, distinct), limit):
             break
         best = concatenated([best, mixed(question, space)]).best(keep, "time", distinct)
     return best
 
 
-def _place(best: Scores, keep: int) -> float:
+def _place(best: Scores, keep: int, distinct: Distinct) -> float:
     """Seconds that a mix must undercut to be worth its place."""
+    if distinct == "size":  # all are answers
+        return float(best.seconds[-1]) if len(best.space) == keep else float("inf")
     count = min(keep, PLACES)
     return float(best.seconds[count - 1]) if len(best.space) >= count else float("inf")
 

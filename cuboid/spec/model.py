@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -458,7 +459,7 @@ class ModelSpec:
 
     # Counts come from the tables of `spec.sharding`, which build on this file: hence imported where they are used.
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Exact number of parameters, learned positions included, a tied embedding counted once."""
         from cuboid.spec.sharding import count, embedding_parameters, head_parameters

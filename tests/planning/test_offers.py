@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from cuboid.cost.goodput import PUBLISHED, Costs, recommend
 from cuboid.errors import UserError
+from cuboid.planning.choose import each_size, resized_search
 from cuboid.planning.front_picture import svg
 from cuboid.planning.islands import COMPUTING
 from cuboid.planning.offers import Offer, best, front, offers, part
-from cuboid.planning.question import Question
+from cuboid.planning.question import Question, resized, sizes
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.groups import Group, Groups, SiteLink
 from tests.planning.conftest import DENSE
@@ -103,6 +104,17 @@ def test_what_cannot_be_met_is_refused_with_what_would_be_enough(found: list[Off
     with pytest.raises(UserError, match="needs a price"):
         best(free, "cost", None, None)
     assert best(free, "gpus", None, 1e9).accelerators == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch", "memory"), [("h100x64", 64, 40.0), ("a100x48", 96, 2.4), ("h100x16", 8, 1.9)]
+)
+def test_parts_searched_together_have_the_best_of_each(kind: str, batch: int, memory: float) -> None:
+    question = ask(replace(load_cluster(kind), memory_gib=memory), batch)
+    together = {size: seconds for size, seconds, _ in each_size(question, sizes(question.cluster))}
+    alone = {size: resized_search(resized(question, size)) for size in sizes(question.cluster)}
+    assert together == {size: pytest.approx(best[0], rel=1e-9) for size, best in alone.items() if best}
+    assert together
 
 
 def test_the_part_that_is_taken(found: list[Offer]) -> None:
