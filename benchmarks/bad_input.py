@@ -6,7 +6,10 @@ by what is no file, junk in options, `--set` values, paths and URLs. A case is b
 signal or with an exit code that does not fit, takes more than LONGEST seconds of CPU or MOST bytes of memory, changes
 the folder after a refusal, or refuses in more than a sentence. Exit code 1 if any is. Workers have imported everything
 once and fork a process per case. What is bad is told as it is found; the last table says which places that read files
-were reached. 5000 cases take about 25 minutes on two cores. Formats whose library is not installed are named."""
+were reached. Formats whose library is not installed are named.
+
+Cases write in the campaign's own folder and in /dev/shm, and nowhere else: the kernel (Landlock) holds them to it, and
+takes the rights of root from them. Where it cannot, root is refused, and an ordinary user is told."""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ import shutil
 import signal
 import stat
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -41,6 +45,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA cannot start in a fork, nor with
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from confined import confine, why_not_confined
 from good_input import SCENARIOS, make_good, status_of
 from junk import damage, word
 
@@ -134,6 +139,7 @@ def make_case(seed: int, number: int, scenarios: list[int], folder: Path) -> Cas
     ways = (
         ["file"] * 6 * bool(patterns) + ["option"] * 3 * bool(options) + ["set"] * 2 * ("--set" in options) + ["path"]
     )
+    ways = ways * 3 + ["closed"]
     way = random.choice(ways)
     if way == "file":
         found = sorted(folder.glob(random.choice(patterns)))
@@ -146,6 +152,11 @@ def make_case(seed: int, number: int, scenarios: list[int], folder: Path) -> Cas
     elif way == "set":
         name = random.choice(list(_fields(field_types(Run))))
         case.what, case.arguments = "--set", [*arguments, "--set", f"{name}={word(random)}"]
+    elif way == "closed":
+        found = [path for path in sorted(folder.rglob("*")) if path.is_dir()]
+        path = random.choice([folder, *found])
+        case.file, case.what = str(path.relative_to(folder)), "closed"
+        path.chmod(0o555 if path == folder else random.choice((0o555, 0o555, 0o333, 0)))
     else:
         place = random.randrange(1, max(2, len(arguments)))
         case.what, case.arguments = "argument", [*arguments[:place], word(random), *arguments[place + 1 :]]
@@ -160,7 +171,10 @@ def _listing(folder: Path) -> dict[str, str]:
     for path in sorted(folder.rglob("*")):
         facts = path.lstat()
         kind = stat.filemode(facts.st_mode)[0]
-        content = hashlib.sha1(path.read_bytes()).hexdigest() if kind == "-" and facts.st_size < 64 << 20 else ""
+        content = ""
+        if kind == "-" and facts.st_size < 64 << 20:
+            with suppress(PermissionError):
+                content = hashlib.sha1(path.read_bytes()).hexdigest()
         found[str(path.relative_to(folder))] = f"{kind}{facts.st_size if kind == '-' else ''} {content}"
     return found
 
@@ -298,6 +312,8 @@ def _work(
     asked: argparse.Namespace, numbers: list[int], scenarios: list[int], good: Path, room: Path, out: int
 ) -> None:
     until = time.monotonic() + 60 * asked.minutes
+    if not why_not_confined():
+        confine([room])
     for number in numbers:
         if time.monotonic() > until:
             return
@@ -306,7 +322,15 @@ def _work(
         shutil.copytree(good, folder)
         case = make_case(asked.seed, number, scenarios, folder)
         ended = run_case(case, folder, beside)
+        if case.what == "closed":
+            (folder / case.file).chmod(0o755)
         os.write(out, (json.dumps(asdict(ended)) + "\n").encode())
+
+
+def _at_home(room: Path) -> None:
+    """What is kept for a user, or for a moment, is kept here."""
+    os.environ.update({name: str(room) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "HF_HOME")})
+    tempfile.tempdir = str(room)
 
 
 def _import_everything() -> None:
@@ -345,6 +369,10 @@ class _Lines:
 def campaign(asked: argparse.Namespace, numbers: list[int], scenarios: list[int], room: Path) -> list[dict[str, Any]]:
     good = room / "good"
     good.mkdir()
+    if reason := why_not_confined():
+        if os.geteuid() == 0:
+            raise SystemExit(f"{reason}; start this as an ordinary user")
+        print(f"not confined: {reason}", file=sys.stderr)
     _import_everything()
     gc.collect()
     gc.freeze()
@@ -361,6 +389,7 @@ def campaign(asked: argparse.Namespace, numbers: list[int], scenarios: list[int]
             _end_with_parent()
             try:
                 out = os.open(files[worker].path, os.O_WRONLY)
+                _at_home(room / f"worker-{worker}")
                 _work(asked, numbers[worker::jobs], scenarios, good, room / f"worker-{worker}", out)
                 code = 0
             except BaseException:

@@ -144,7 +144,10 @@ class NodesJob:
 
     def _wait(self, happened: Callable[[], object], what: str, limit: float = 180.0) -> None:
         if not self._job.wait_until(happened, limit):
-            raise Fell(f"{what}: not within {limit:g} s" if not self._job.ended else f"{what}: a supervisor ended")
+            codes = {node: each.poll() for node, each in self._job.supervisors.items() if each.poll() is not None}
+            why = f"supervisors ended (node: exit code) {codes}" if codes else f"not within {limit:g} s"
+            said = [line for line in self._log().splitlines() if "error" in line or "warning" in line]
+            raise Fell(f"{what}: {why}; load {os.getloadavg()[0]:.0f}; {' | '.join(said[-3:])[:900]}")
 
     def _wait_for_steps(self, what: str, steps: int = 3) -> None:
         """Until so many steps more than now are done."""

@@ -24,6 +24,22 @@ RAW = "@@raw@@"
 NUMBERS = (
     *("0", "-1", "1", "-0.0", "0.5", "1e-320", "1e308", "1e309", "-1e309", "nan", "inf", "-inf", "NaN", "Infinity"),
     *(str(2**31), str(2**63), str(2**64), "-" + str(2**63), "10" * 40, "9" * 400, "9" * 5000, "1e999999999"),
+    *(
+        "-0",
+        "+1",
+        "1e-999",
+        "１２",
+        " 1",
+        "1 ",
+        "0b1",
+        "1.",
+        ".5",
+        "1,5",
+        "-",
+        "1e",
+        "0" * 5000 + "1",
+        "1." + "0" * 5000,
+    ),
     *("1_000", "0x10", "1e3", "½", "٣", "1000000", "1000000000", "1000000000000", "99999999999999999999"),
 )
 WORDS = (
@@ -123,19 +139,54 @@ def _break(table: Any, random: Random) -> None:
         holder[random.choice((f"{key}x", "", "\0", "a.b", "日", "base", "x" * 1000))] = holder.pop(key)
 
 
+def _other_text(content: bytes, random: Random, comment: bytes) -> bytes:
+    """The same table, as no writer of ours writes it."""
+    lines = content.splitlines(keepends=True)
+    return random.choice(
+        (
+            b"\xef\xbb\xbf" + content,
+            content.replace(b"\n", b"\r\n"),
+            content.replace(b"\n", b"\r"),
+            comment + content,
+            content + comment,
+            content + content,
+            content + lines[0],
+            content + b"\x1a",
+            content.decode().encode("utf-16"),
+            content.decode().encode("utf-32-le"),
+            b" " * 5_000_000 + content,
+        )
+    )
+
+
 def broken_json(content: bytes, random: Random) -> bytes:
     table = json.loads(content)
     if random.random() < 0.1:
         return _json_value(random).encode(errors="surrogatepass")
+    if random.random() < 0.1:
+        return _other_text(content, random, b"// a comment\n")
+    if random.random() < 0.1 and isinstance(table, dict) and table:  # a key twice, or a million more
+        text, name = content.rstrip()[:-1], json.dumps(random.choice(list(table)))
+        more = random.choice((f"{name}: {_json_value(random)}", ", ".join(f'"k{n}": {n}' for n in range(10**6))))
+        return text + b", " + more.encode(errors="surrogatepass") + b"}"
     _break(table, random)
     return json.dumps(table).replace(f'"{RAW}"', _json_value(random)).encode()
 
 
 def broken_toml(content: bytes, random: Random) -> bytes:
     kind = random.random()
-    if kind < 0.25:
+    if kind < 0.1:
+        return _other_text(content, random, b"// a comment\n")
+    if kind < 0.3:
         text = content.decode()
         added = (
+            "".join(f"k{n} = {n}\n" for n in range(10**6)),
+            "[training]\n[training]\n",
+            "[training.steps]\nx = 1\n",
+            "training.steps = 1\ntraining.steps = 2\n",
+            "model = []\n[[model]]\n",
+            "x = 2026-13-45T99:99:99Z\n",
+            "x = 9999-12-31T23:59:59+99:99\n",
             "[a" + ".a" * 20_000 + "]\n",
             "x = " + _toml_value(random) + "\n",
             "".join(f"[[a]]\nb = {n}\n" for n in range(20_000)),
@@ -245,7 +296,7 @@ def broken_config(content: bytes, random: Random) -> bytes:
 def broken_safetensors(content: bytes, random: Random) -> bytes:
     (size,) = struct.unpack("<Q", content[:8])
     header, data = content[8 : 8 + size], content[8 + size :]
-    kind = random.randrange(7)
+    kind = random.randrange(9)
     if kind == 0:
         return struct.pack("<Q", random.choice((0, 1, size * 2, 2**40, 2**63, 2**64 - 1))) + header + data
     if kind == 1:
@@ -258,7 +309,18 @@ def broken_safetensors(content: bytes, random: Random) -> bytes:
         start, stop = entry["data_offsets"]
         filled = random.choice((b"\xff", b"\x7f", b"\0")) * (stop - start)
         return content[: 8 + size + start] + filled + data[stop:]
-    if kind == 6:
+    if kind == 7:  # as many as a header holds
+        more = ", ".join(f'"t{n}": {{"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}' for n in range(300_000))
+        header = header.rstrip()[:-1] + b", " + more.encode() + b"}"
+        return struct.pack("<Q", len(header)) + header + data
+    if kind == 8:  # two tensors in one place, a hole between them, one beyond the end, one twice
+        start, stop = entry["data_offsets"]
+        shift = random.choice((-8, 8, len(data), -stop))
+        entry["data_offsets"] = random.choice(([start + shift, stop + shift], [stop, start], [start, stop + 8]))
+        header = json.dumps(table).encode()
+        if random.random() < 0.3:
+            header = header[:-1] + b", " + json.dumps(table).encode()[1:]
+    elif kind == 6:
         same = {"F32": "I32", "I64": "F64", "BF16": "I16", "F64": "I64"}
         entry["dtype"] = same.get(entry["dtype"], "U8")
         header = json.dumps(table).encode()
@@ -385,6 +447,12 @@ PLACED: dict[str, Callable[[Path], object]] = {
     "empty": lambda path: path.write_bytes(b""),
     "blank": lambda path: path.write_bytes(b" \n\n"),
     "holes": lambda path: (path.touch(), os.truncate(path, HUGE)),
+    "terabytes": lambda path: (path.touch(), os.truncate(path, HUGE << 9)),
+    "unreadable": lambda path: (path.write_bytes(b"{}"), path.chmod(0)),
+    "itself": lambda path: path.symlink_to("."),
+    "above": lambda path: path.symlink_to("../.."),
+    "memory": lambda path: path.symlink_to("/proc/self/mem"),
+    "endless": lambda path: path.symlink_to("/proc/kmsg"),
     "utf16": lambda path: path.write_text("model = 'tiny-llama'\n{}\n", encoding="utf-16"),
     "missing": lambda path: None,
     "noise": lambda path: path.write_bytes(Random(str(path.name)).randbytes(5000)),

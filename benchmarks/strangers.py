@@ -1,15 +1,16 @@
 """Every port of a job on several hosts attacked from another host.
 
-    python benchmarks/strangers.py [--hosts 3] [--phases 4] [--seconds 8] [--connections 1000] [--json]
+    python benchmarks/strangers.py [--hosts 3] [--phases 4] [--seconds 8] [--connections 1000] [--here] [--json]
 
 Hosts are network namespaces (root and iproute2); one more of them holds the attacker, which knows all about the job but
-its secret. It looks up every port on which a process of the job listens, and sends to each, over and over: junk, half
+its secret. Where none can be made, or with --here, all of it is on this machine's own address, which is not loopback.
+The attacker looks up every port on which a process of the job listens, and sends to each, over and over: junk, half
 messages, what was recorded of real traffic (taken with a raw socket on the first host), greetings of a forged node with
 a wrong secret, requests of PyTorch's own store; and holds as many connections open as it is told. Phases of one job
 alternate: the job is attacked, or the same attacker attacks somebody else, a port in its own host. Told are the step
 times of both, and the processor's (which other work on the machine changes less), exit codes, the most bytes that a
-stranger heard on a connection, and the largest difference of a loss to a run of one process left alone: what is read,
-and what is injected."""
+stranger heard on a connection, and the largest difference of a loss to a run left alone on one machine: what is read, and
+what is injected."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hosts import Hosts
+from hosts import Hosts, why_no_hosts
 
 PORT = 29400
 FIELDS = [
@@ -47,15 +49,75 @@ FIELDS = [
 def listening(namespace: str) -> list[tuple[str, int]]:
     """Addresses and ports that are reached from outside of a host."""
     shown = subprocess.run(["ip", "netns", "exec", namespace, "cat", "/proc/net/tcp"], capture_output=True, text=True)
+    return [where for where, _ in _listening(shown.stdout)]
+
+
+def _listening(table: str) -> list[tuple[tuple[str, int], str]]:
+    """Address and port, and the number of the socket, of what listens elsewhere than on loopback."""
     found = []
-    for line in shown.stdout.splitlines()[1:]:
-        local, state = line.split()[1], line.split()[3]
+    for line in table.splitlines()[1:]:
+        local, state, inode = line.split()[1], line.split()[3], line.split()[9]
         address, port = local.split(":")
         if state == "0A":
             text = socket.inet_ntoa(struct.pack("<I", int(address, 16)))
             if not text.startswith("127."):
-                found.append((text, int(port, 16)))
+                found.append(((text, int(port, 16)), inode))
     return found
+
+
+class Here:
+    """In place of `Hosts`: all of them are this machine, at the address by which others would reach it. Its ports that
+    are open to others are the job's and are attacked; what listens on loopback alone is not, as between hosts."""
+
+    interface = "lo"
+    """On which packets from a machine to itself travel."""
+
+    def __init__(self, count: int) -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent
+            self._address: str = probe.getsockname()[0]
+        self._started: list[list[subprocess.Popen[Any]]] = [[] for _ in range(count)]
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in [each for host in range(len(self._started)) for each in self.processes(host)]:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def address(self, host: int) -> str:
+        return self._address
+
+    def run(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        process = subprocess.Popen(command, env={**os.environ, "CUBOID_NODE": f"host-{host}"}, **options)
+        self._started[host].append(process)
+        return process
+
+    def processes(self, host: int) -> list[int]:
+        found = [process.pid for process in self._started[host] if process.poll() is None]
+        for process in found:  # which grows
+            for thread in Path(f"/proc/{process}/task").glob("*/children"):
+                with suppress(OSError):
+                    found += map(int, thread.read_text().split())
+        return found
+
+    def listening(self, host: int) -> list[tuple[str, int]]:
+        own = set()
+        for process in self.processes(host):
+            with suppress(OSError):
+                for handle in os.scandir(f"/proc/{process}/fd"):
+                    with suppress(OSError):
+                        own.add(os.readlink(handle.path))
+        table = Path("/proc/net/tcp").read_text()
+        return [where for where, inode in _listening(table) if f"socket:[{inode}]" in own]
+
+
+class Apart(Hosts):
+    interface = "eth0"
+
+    def listening(self, host: int) -> list[tuple[str, int]]:
+        return listening(self.names[host])
 
 
 # In the attacker's host.
@@ -65,7 +127,9 @@ HEARD = "most bytes heard"
 """On one connection, of all that were made."""
 
 
-def attack(ports: list[tuple[str, int]], recorded: list[bytes], seconds: float, connections: int) -> dict[str, int]:
+def attack(
+    ports: list[tuple[str, int]], recorded: list[bytes], seconds: float, connections: int, pause: float
+) -> dict[str, int]:
     from cuboid.secure_channel import MAGIC, greet
 
     draw, until, count = random.Random(0), time.monotonic() + seconds, dict[str, int]()
@@ -95,7 +159,7 @@ def attack(ports: list[tuple[str, int]], recorded: list[bytes], seconds: float, 
                 one(draw.choice(kinds), where)
         while len(held) > connections:
             count[HEARD] = max(count.get(HEARD, 0), heard_on(held.pop(0)))
-        time.sleep(0.002)  # the attacker has the same two cores as the job; it is not the processor that is attacked
+        time.sleep(pause)  # the attacker has the same two cores as the job; it is not the processor that is attacked
     count[HEARD] = max([count.get(HEARD, 0), *map(heard_on, held)])
     return count
 
@@ -129,7 +193,7 @@ def record(interface: str, seconds: float) -> list[bytes]:
 
 
 class Job:
-    def __init__(self, hosts: Hosts, count: int, folder: Path) -> None:
+    def __init__(self, hosts: Apart | Here, count: int, folder: Path) -> None:
         self.folder, self.count = folder, count
         folder.mkdir()
         settings = [word for field in FIELDS for word in ("--set", field)]
@@ -164,8 +228,10 @@ SINK = (
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     told: dict[str, Any] = {"sent": {}, True: [], False: [], "processor": {True: [], False: []}}
-    with Hosts(options.hosts + 1, options.rate) as hosts:
-        recorder = hosts.run(0, [sys.executable, __file__, "--record", str(folder / "recorded"), "--seconds", "25"])
+    here = options.here or bool(why_no_hosts())
+    with Here(options.hosts + 1) if here else Apart(options.hosts + 1, options.rate) as hosts:
+        words = ["--record", str(folder / "recorded"), "--seconds", "25", "--on", hosts.interface]
+        recorder = subprocess_of(hosts, 0, words)
         sink = (hosts.address(options.hosts), 9000)
         hosts.run(options.hosts, [sys.executable, "-c", SINK, sink[0]])
         job = Job(hosts, options.hosts, folder / "job")
@@ -173,13 +239,13 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         recorder.wait()
         for phase in range(2 * options.phases):
             attacked = phase % 2 == 1
-            ports = sorted({port for name in hosts.names[: options.hosts] for port in listening(name)})
+            ports = sorted({port for host in range(options.hosts) for port in hosts.listening(host)} - {sink})
             told["ports"] = len(ports)
             (folder / "ports").write_text(json.dumps(ports if attacked else [sink] * len(ports)))
             before, spent = len(job.rows()), processor(hosts, options.hosts)
-            words = ["--attack", folder, "--seconds", options.seconds, "--connections", options.connections]
-            command = [sys.executable, __file__, *map(str, words)]
-            sent = json.loads(hosts.run(options.hosts, command, stdout=subprocess.PIPE, text=True).communicate()[0])
+            words = ["--attack", str(folder), "--seconds", str(options.seconds)]
+            words += ["--connections", str(options.connections), "--pause", str(options.pause)]
+            sent = json.loads(subprocess_of(hosts, options.hosts, words, stdout=subprocess.PIPE).communicate()[0])
             heard = sent.pop(HEARD)
             if attacked:
                 told["heard"] = max(told.get("heard", 0), heard)
@@ -188,13 +254,18 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             spent, steps = processor(hosts, options.hosts) - spent, len(job.rows()) - before
             told["processor"][attacked].append(spent / max(1, steps))
         told["exit_codes"] = job.end()
-        told["losses"] = [row["loss"] for row in job.rows()]
+        told["losses"], told["apart"] = [row["loss"] for row in job.rows()], not here
         failures = job.folder / "runs/default/failures.jsonl"
         told["failures"] = failures.read_text().splitlines() if failures.exists() else []
     return told
 
 
-def processor(hosts: Hosts, count: int) -> float:
+def subprocess_of(hosts: Apart | Here, host: int, words: list[str], **options: Any) -> subprocess.Popen[str]:
+    """This program, in a host."""
+    return hosts.run(host, [sys.executable, __file__, *words], text=True, **options)
+
+
+def processor(hosts: Apart | Here, count: int) -> float:
     """Seconds of the processor that the job's processes have had: what other work beside it does not change."""
     spent = 0
     for process in [each for host in range(count) for each in hosts.processes(host)]:
@@ -203,11 +274,12 @@ def processor(hosts: Hosts, count: int) -> float:
     return spent / os.sysconf("SC_CLK_TCK")
 
 
-def alone(folder: Path, steps: int) -> list[float]:
-    """The losses of one process."""
+def alone(folder: Path, steps: int, layout: str) -> list[float]:
+    """The losses of a run on one machine, where nobody is."""
     fields = [*FIELDS, f"training.steps={steps}", "checkpoint.memory_every=0", f"output.folder={folder / 'alone'}"]
     settings = [word for field in fields for word in ("--set", field)]
-    command = [sys.executable, "-m", "cuboid.cli.main", "train", "--json", "--layout", "dp=1", *settings]
+    command = [sys.executable, "-m", "cuboid.cli.main", "train", "--json", "--layout", layout, *settings]
+    command += ["--oversubscribe"]
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     return [json.loads(line)["loss"] for line in (folder / "alone/metrics.jsonl").read_text().splitlines()]
 
@@ -219,24 +291,27 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="of a phase")
     parser.add_argument("--connections", type=int, default=1000)
     parser.add_argument("--phases", type=int, default=4, help="of each kind")
+    parser.add_argument("--here", action="store_true", help="no hosts: all on this machine's own address")
+    parser.add_argument("--pause", type=float, default=0.002, help="of the attacker after each round of ports, s")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--on", default="eth0", help=argparse.SUPPRESS)
     parser.add_argument("--attack", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.record is not None:
-        parts = record("eth0", options.seconds)
+        parts = record(options.on, options.seconds)
         options.record.write_text(json.dumps([part.hex() for part in parts]))
         return
     if options.attack is not None:
         ports = [tuple(port) for port in json.loads((options.attack / "ports").read_text())]
         recorded = [bytes.fromhex(part) for part in json.loads((options.attack / "recorded").read_text())]
-        print(json.dumps(attack(ports, recorded, options.seconds, options.connections)))
+        print(json.dumps(attack(ports, recorded, options.seconds, options.connections, options.pause)))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are removed
     with tempfile.TemporaryDirectory(prefix="cuboid-strangers-") as folder:
         told = run(options, Path(folder))
         losses = told.pop("losses")
-        pairs = list(zip(losses, alone(Path(folder), len(losses)), strict=True))
+        pairs = list(zip(losses, alone(Path(folder), len(losses), f"dp={2 * options.hosts}"), strict=True))
     attacked, spared = told.pop(True), told.pop(False)
     cpu = {kind: median(told["processor"][kind == "attacked"]) for kind in ("spared", "attacked")}
     told |= {

@@ -25,7 +25,7 @@ from cuboid.resilience.preemption import REQUEUE, Forwarder
 from cuboid.resilience.rebalance import Pace
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
-from cuboid.training.run_folder import newest_kept
+from cuboid.training.run_folder import InUse, newest_kept
 
 if TYPE_CHECKING:
     from cuboid.training.trainer import Outcome
@@ -53,7 +53,7 @@ def _supervise(
     if listener is None:
         print(f"joining the coordinator at {nodes.endpoint}; {listens(nodes)}", file=_stream(quiet), flush=True)
     elif not leadership.lead(listener):
-        raise RankError("another node took the lead of this run in this moment; start this one again")
+        raise InUse("another node took the lead of this run in this moment; start this one again")
     limit = SOONER * run.resilience.contact_seconds
     contact = CoordinatorClient(leadership.where, lambda: secret_of(run), name, nodes.fingerprint(run), limit)
     leadership.stand_by(contact)

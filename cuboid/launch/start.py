@@ -7,6 +7,7 @@ import hashlib
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cuboid.checkpoint.memory.folder import NODE, check_room
+from cuboid.checkpoint.terms import Terms
 from cuboid.data.opened import check_data
 from cuboid.errors import UserError, nearest_numbers, use
 from cuboid.launch.capacity import check_run
@@ -181,6 +183,11 @@ def _is_led(run: Run) -> bool:
     return leader_answers(run)
 
 
+def _was_led(run: Run) -> bool:
+    """Whether nodes ever trained it together: else whoever has its folder is another job."""
+    return Terms(Path(run.output.folder)).newest() is not None
+
+
 # The training itself.
 
 
@@ -238,18 +245,24 @@ def _train(
 
         check_optimizer(run)
     notes = [*filter(None, [begun]), *_check_start(run, overwrite)]
-    try:
-        return _lead(role, notes, overwrite, take_over, quiet, conclude, announce)
-    except InUse:
-        if role.nodes is None or not _is_led(run):
-            raise
-        # Another node has taken over since this one looked.
-        assert role.listener is not None
-        role.listener.close()
-        outcome, tells = replace(role, listener=None).train(quiet=quiet)
-        if tells:
-            conclude(outcome)
-        return outcome
+    until = time.monotonic() + run.resilience.contact_seconds
+    while True:
+        try:
+            return _lead(role, notes, overwrite, take_over, quiet, conclude, announce)
+        except InUse:
+            if role.nodes is None:
+                raise
+            if _is_led(run):
+                break  # another node has taken over since this one looked
+            # One that lives may have no time to answer, and one that has just died holds the folder for a moment.
+            if time.monotonic() > until or not _was_led(run):
+                raise
+    assert role.listener is not None
+    role.listener.close()
+    outcome, tells = replace(role, listener=None).train(quiet=quiet)
+    if tells:
+        conclude(outcome)
+    return outcome
 
 
 def _lead(

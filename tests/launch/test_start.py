@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
 from cuboid.checkpoint.memory.folder import NODE
+from cuboid.checkpoint.terms import Term, Terms
 from cuboid.errors import UserError
+from cuboid.launch import start
 from cuboid.launch.network import Endpoint, Interface
 from cuboid.launch.place import Place
 from cuboid.launch.start import NodeOptions, Nodes, TrainingRole, take_role, train_run
 from cuboid.launch.supervisor import check_machine
-from cuboid.spec.run import Run, build_run
+from cuboid.spec.run import Run, build_run, dump_run
+from cuboid.training.run_folder import claimed, try_claim
 from tests.launch.ports import free_port
 
 NODES = Nodes(Endpoint("node0", 29400), Interface("eth0", "10.0.0.7"), 2, 4, ranks=2)
@@ -50,6 +55,27 @@ def test_with_how_few_nodes_the_state_must_fit_into_memory(tmp_path: Path) -> No
     assert TrainingRole(run, place=rank(5)).fewest_nodes == 2
     assert TrainingRole(run, place=rank(5, local_ranks=8)).fewest_nodes == 1
     assert TrainingRole(run, nodes=NODES).fewest_nodes == 2, "not four: it continues with two"
+
+
+def test_a_node_waits_for_the_folder_of_a_leader_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have no time to, or have died just now: the node that was started again is not refused for that."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.toml").write_text(dump_run(run_in(tmp_path, layout="dp=1")))
+    monkeypatch.setattr(start, "claimed", partial(claimed, patience=0.05))
+    here = NodeOptions(nodes=1, rendezvous=f"127.0.0.1:{free_port()}")
+    other = run_in(tmp_path, "training.seed=7", "resilience.contact_seconds=3", layout="dp=1")
+    handle = try_claim(folder)
+    assert handle is not None
+    with pytest.raises(UserError, match="is in use by another run"):
+        train_run(other, here)
+    assert Terms(folder).take(Term(1, "another", "127.0.0.1", free_port()))
+    Timer(0.5, os.close, [handle]).start()
+    here = NodeOptions(nodes=1, rendezvous=f"127.0.0.1:{free_port()}")
+    with pytest.raises(UserError, match=r"training\.seed=7 is not 0"):  # which is looked at in a folder of one's own
+        train_run(other, here)
 
 
 def test_ranks_of_torchrun_are_no_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
