@@ -144,6 +144,7 @@ def prepare_folder(run: Run, overwrite: bool = False, take_over: bool = False) -
     try:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"output.folder={folder} is a file; use the name of a folder")
+        identity_of(run)  # refused here where it is none
         if overwrite:
             _check_cleared(run, take_over)
         else:

@@ -133,6 +133,15 @@ def test_a_run_does_not_wait_for_a_fifo_in_the_place_of_its_log(
     assert f"{name} is a FIFO, not a file" in refusal(VERBS["train"], capsys)
 
 
+@pytest.mark.parametrize("text", ["4\x00e54", "../../elsewhere", "one\ntwo"])
+def test_a_run_that_says_nothing_sane_of_itself_is_refused(
+    run_folder: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder in memory is named so."""
+    (run_folder / "identity").write_text(text)
+    assert "identity" in refusal([*VERBS["train"], "--set", "checkpoint.folder=kept"], capsys)
+
+
 @pytest.mark.parametrize("times", ['"actions": [["F7.0", 0, 0, 1]]', '"actions": [["F0.9", 0, 0, 1]]'])
 def test_times_of_another_schedule_are_no_pipeline_of_this_one(
     run_folder: Path, times: str, capsys: pytest.CaptureFixture[str]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import socket
 import stat
@@ -41,6 +42,8 @@ def identity_of(run: Run, make: bool = False) -> str:
     path = Path(run.output.folder) / IDENTITY
     with suppress(Missing):
         if known := read_text(path, 4096).strip():
+            if re.fullmatch("[0-9a-f]{8,64}", known) is None:  # it names a folder
+                raise UserError(f"{path} does not say which run this is; remove it")
             return known
     if not make:
         return ""
