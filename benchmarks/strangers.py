@@ -9,8 +9,8 @@ messages, what was recorded of real traffic (taken with a raw socket on the firs
 a wrong secret, requests of PyTorch's own store; and holds as many connections open as it is told. Phases of one job
 alternate: the job is attacked, or the same attacker attacks somebody else, a port in its own host. Told are the step
 times of both, and the processor's (which other work on the machine changes less), exit codes, the most bytes that a
-stranger heard on a connection, and the largest difference of a loss to a run left alone on one machine: what is read, and
-what is injected."""
+stranger heard on a connection, and the largest difference of a loss to a run left alone on one machine: what is read,
+and what is injected."""
 
 from __future__ import annotations
 

@@ -83,7 +83,11 @@ def model_table(text: str, folder: Path = Path()) -> Table:
     if is_plugin(text):
         return {"python": text.removeprefix(PREFIX)}
     path = folder / text
-    if path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:
+        raise UserError(f"model={text} cannot be read: {error.strerror}; name a file or a catalog model") from None
+    if is_folder:
         path = path / "config.json"
         if not path.is_file():
             if text in catalog_models():  # a folder of outputs, say, that happens to be called like a model
