@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cuboid.checkpoint.storage import as_bytes
 from cuboid.parallel.coordination import Coordination
-from cuboid.secure_channel import Channel, Door, greet
+from cuboid.secure_channel import Channel, Door, Stranger, greet
 
 PURPOSE = "copies"
 LONGEST = 1 << 30
@@ -77,7 +77,8 @@ class Pairs:
         self._door: Door | None = None
 
     def connect(self, others: Sequence[int]) -> None:
-        """The higher of two ranks calls the lower one, which listens all the while: nobody waits in a circle."""
+        """The higher of two ranks calls the lower one, which listens meanwhile and no longer, so that strangers find no
+        port in a rank that trains. Nobody waits in a circle."""
         own, until = self._group.rank, time.monotonic() + self._group.seconds
         wanted = sorted(set(others) - set(self._links))
         if self._door is None and any(other > own for other in wanted):
@@ -86,12 +87,17 @@ class Pairs:
             listener = socket.create_server((address, 0), family=family, backlog=128)
             self._door = Door(listener, self._key, PURPOSE, self._serve, LONGEST)
             self._group.store.set(f"{self._place}/{own}", f"{address} {listener.getsockname()[1]}")
-        for other in wanted:
-            if other < own:
-                self._call(other, until)
-        with self._came:
-            if not self._came.wait_for(lambda: set(wanted) <= set(self._links), max(0.0, until - time.monotonic())):
-                raise TimeoutError(f"rank {min(set(wanted) - set(self._links))} did not connect to copy its state")
+        try:
+            for other in wanted:
+                if other < own:
+                    self._call(other, until)
+            with self._came:
+                if not self._came.wait_for(lambda: set(wanted) <= set(self._links), max(0.0, until - time.monotonic())):
+                    raise TimeoutError(f"rank {min(set(wanted) - set(self._links))} did not connect to copy its state")
+        finally:
+            if self._door is not None:
+                self._door.close()
+                self._door = None
 
     def break_off(self) -> None:
         """After a failure all ranks connect anew."""
@@ -113,11 +119,19 @@ class Pairs:
     def _call(self, other: int, until: float) -> None:
         key = f"{self._place}/{other}"
         self._group.store.wait([key], timedelta(seconds=max(0.1, until - time.monotonic())))
-        address, port = self._group.store.get(key).decode().split()
+        while True:
+            # An address from before, at which nobody listens any more, is followed by the one that holds.
+            address, port = self._group.store.get(key).decode().split()
+            try:
+                line = socket.create_connection((address, int(port)), timeout=max(0.1, until - time.monotonic()))
+                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                channel = greet(line, self._key, PURPOSE, LONGEST)
+                break
+            except OSError as error:
+                if isinstance(error, Stranger) or time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
         # An attempt that failed may still be open at the other end, which then takes the one with the right number.
-        line = socket.create_connection((address, int(port)), timeout=max(0.1, until - time.monotonic()))
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        channel = greet(line, self._key, PURPOSE, LONGEST)
         channel.send(f"{self._number} {self._group.rank}".encode())
         with self._came:
             self._links[other] = _Link(channel, self._group.seconds)
