@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cuboid.parallel.collectives import start_all_gather
 from cuboid.parallel.parallelize import Engine
+from cuboid.parallel.zero import Unit
 from cuboid.training.optimizer import Optimizer
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -51,9 +52,9 @@ def flip_bit(values: Tensor) -> None:
     bits[bits.numel() // 2] ^= 1 << 3
 
 
-def _held(engine: Engine, optimizer: Optimizer) -> Iterator[tuple[str, str, Tensor]]:
+def _held(engine: Engine, optimizer: Optimizer, sees: Callable[[Unit], bool]) -> Iterator[tuple[str, str, Tensor]]:
     """Name, place, and values of all that this rank keeps."""
-    for unit in engine.units:
+    for unit in filter(sees, engine.units):
         # Weights that matmuls use are compared where they are a copy of master weights; else those are compared below.
         # With ZeRO 3 nobody keeps whole weights between steps.
         optimizer_shards = unit.optimizer_shards()
@@ -70,17 +71,25 @@ def _held(engine: Engine, optimizer: Optimizer) -> Iterator[tuple[str, str, Tens
                 yield optimizer_shard.part.name, f"{kind}/{place}", values
 
 
-def deviations(engine: Engine, optimizer: Optimizer) -> list[Deviation]:
-    """Every rank calls this, between steps; all get the same answer."""
+def deviations(
+    engine: Engine,
+    optimizer: Optimizer,
+    sees: Callable[[Unit], bool] | None = None,
+    alone: set[int] | None = None,
+) -> list[Deviation]:
+    """Every rank calls this, between steps; all get the same answer. `sees`: the units that are compared; default: all.
+    `alone`: keys of what no other rank has, which are found and then left out."""
     world = engine.groups.world
     if world.handle is None:
         return []
     names: dict[int, str] = {}
     sums = []
-    for name, place, values in _held(engine, optimizer):
+    for name, place, values in _held(engine, optimizer, sees or (lambda _: True)):
         # Names become 64-bit keys, which travel in a tensor; the few names that differ are sent as text afterwards.
         digest = hashlib.blake2b(f"{name}/{place}".encode(), digest_size=8).digest()
         key = int.from_bytes(digest, "little", signed=True)
+        if alone is not None and key in alone:
+            continue
         names[key] = f"{name} ({place.partition('/')[0]})"
         sums.append(checksum(values).to(engine.device))  # what is offloaded was summed by the host
     # Ranks keep different numbers of tensors; an all-gather takes equal shapes, so rows are padded with key 0.
@@ -88,7 +97,8 @@ def deviations(engine: Engine, optimizer: Optimizer) -> list[Deviation]:
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=world.handle)
     rows = torch.zeros(int(most), 2, dtype=torch.int64, device=engine.device)
     rows[: len(sums), 0] = torch.tensor(list(names), device=engine.device)
-    rows[: len(sums), 1] = torch.stack(sums)
+    if sums:
+        rows[: len(sums), 1] = torch.stack(sums)
     told = start_all_gather(rows, world).wait().view(world.size, -1, 2).tolist()
     if engine.ledger is not None:
         engine.ledger.take()  # no part of a step
@@ -97,6 +107,8 @@ def deviations(engine: Engine, optimizer: Optimizer) -> list[Deviation]:
         for key, value in theirs:
             if key:
                 holders.setdefault(key, {})[rank] = value
+    if alone is not None:
+        alone |= {key for key, values in holders.items() if len(values) == 1} & names.keys()
     wrong = {key: values for key, values in holders.items() if len(set(values.values())) > 1}
     if not wrong:
         return []

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, get_args
+
+import torch
 
 from cuboid.console import say
 from cuboid.data.source import Source
 from cuboid.errors import UserError
+from cuboid.parallel.collectives import all_reduce_maximum
 from cuboid.parallel.parallelize import Engine
 from cuboid.resilience.bad_steps import number
 from cuboid.training.callbacks import Callback
@@ -20,6 +24,7 @@ from cuboid.training.checks.matrices import Matrices
 from cuboid.training.checks.passes import Passes
 from cuboid.training.checks.replay import Replay
 from cuboid.training.checks.sums import Sums
+from cuboid.training.checks.turns import Clock, Look, Turns
 from cuboid.training.checks.updates import Updates
 from cuboid.training.checks.words import Located, Pass, told
 from cuboid.training.metrics import Metrics
@@ -53,39 +58,44 @@ class Wrong:
 class Checks(Callback):
     def __init__(self, engine: Engine, optimizer: Optimizer, source: Source, done: int) -> None:
         """`done`: steps that the run had when it started, or started again."""
-        self._engine, self._spec, self._started = engine, engine.run.checks, done
-        self._checks = [MAKERS[name](engine, optimizer, source) for name in self._spec.names]
+        self._engine, self._spec = engine, engine.run.checks
+        self._checks = {name: MAKERS[name](engine, optimizer, source) for name in self._spec.names}
+        self._turns, self._clock = Turns(engine, self._spec, done), Clock(self._spec)
+        self._look: Look | None = None
+        """At the step that is computed."""
         self._looked_at = 0
         """The step whose gradients were seen."""
+        self._suspects: list[Located] = []
+        """What a look at a part has found, until one at everything says where it begins."""
+        self._suspected: set[tuple[str, str]] = set()
         self._told: set[tuple[str, str]] = set()
 
-    def is_due(self, step: int) -> bool:
-        """Whether a step, counted from 1, is checked: each `every` steps, and those after a start, when weights and
-        state come from elsewhere."""
-        return step % self._spec.every == 0 or step <= self._started + self._spec.first
+    def _looking(self) -> list[Check]:
+        return [] if self._look is None else [check for name, check in self._checks.items() if name in self._look.names]
 
     @contextmanager
     def around_step(self, trainer: Trainer, step: int) -> Iterator[None]:
-        if not self.is_due(step):
+        self._look = self._turns.look(step)
+        if self._look is None:
             yield
             return
-        for check in self._checks:
-            check.begin(step)
+        for check in self._looking():
+            check.begin(self._look)
         try:
             yield
         finally:
-            for check in reversed(self._checks):
+            for check in reversed(self._looking()):
                 check.detach()
 
     def judge(self, trainer: Trainer, step: int) -> LeavesOut | None:
-        if not self.is_due(step):
+        if self._look is None:
             return None
 
         def see(result: StepResult) -> str:
             if result.is_finite:
                 ledger = self._engine.ledger
                 counted = {} if ledger is None else dict(ledger.entries)
-                for check in self._checks:
+                for check in self._looking():
                     check.see_gradients(result)
                 if ledger is not None:
                     ledger.entries = counted  # what a check communicates is no part of a step
@@ -99,21 +109,43 @@ class Checks(Callback):
             self._looked_at = 0
         return result
 
+    def on_step(self, trainer: Trainer, step: int, result: StepResult) -> None:
+        self._clock.note(
+            step, result.seconds, self._look if self._look is not None and self._look.step == step else None
+        )
+
     def on_rollback(self, trainer: Trainer, step: int) -> None:
-        self._started = step
+        self._turns.start_again(step)
 
     def waits_for(self, trainer: Trainer, step: int) -> bool:
-        return self.is_due(step)
+        return self._look is not None
 
     def on_step_end(self, trainer: Trainer, step: int) -> None:
-        if self._looked_at != step:
+        look = self._look
+        if look is None or self._looked_at != step:
             return
-        found = [each for check in self._checks for each in check.judge(self._engine, trainer.optimizer, step)]
+        begin = perf_counter()
+        found = [each for check in self._looking() for each in check.judge(self._engine, trainer.optimizer, step)]
+        if self._turns.begins_with(step):
+            self._turns.length = self._agreed(self._clock.next_length())
         if self._engine.ledger is not None:
             self._engine.ledger.take()  # no part of a step
+        self._clock.add(perf_counter() - begin)
         trainer.start_clock()
-        if found:
-            self._tell(trainer, step, found)
+        names = {(each.tensor, each.where) for each in found}
+        if look.blocks is None or step == trainer.run.training.steps:
+            found, self._suspects = self._suspects + found, []
+            if found:
+                self._tell(trainer, step, found)
+        elif not names <= self._suspected:
+            self._suspected |= names
+            self._suspects = found
+            self._turns.look_again(step + 1)
+
+    def _agreed(self, length: int) -> int:
+        """The longest that a rank asks for."""
+        longest = torch.tensor(length, device=self._engine.device)
+        return int(all_reduce_maximum(longest, self._engine.groups.world))
 
     def _tell(self, trainer: Trainer, step: int, found: list[Located]) -> None:
         """The first in the order of execution: others may follow from it. Each is told once."""

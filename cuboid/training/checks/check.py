@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuboid.parallel.parallelize import Engine
+from cuboid.training.checks.turns import Look
 from cuboid.training.checks.words import Located
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import StepResult
@@ -18,8 +20,8 @@ from cuboid.training.step import StepResult
 class Check(Protocol):
     """Every rank has its own and calls the same methods in the same order."""
 
-    def begin(self, step: int) -> None:
-        """Before the passes of a step, counted from 1."""
+    def begin(self, look: Look) -> None:
+        """Before the passes of a step."""
 
     def see_gradients(self, result: StepResult) -> None:
         """When the gradients are summed over all ranks, and before the update."""
@@ -47,10 +49,11 @@ def when_there(x: Tensor, keep: Callable[[Tensor], None]) -> None:
     x.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def sampled_places(size: int) -> Tensor:
+@lru_cache(maxsize=256)
+def sampled_places(size: int, device: torch.device) -> Tensor:
     """Of at most 64 elements, evenly over so many."""
     count = min(size, 64)
-    return (torch.arange(count) * size) // max(count, 1)
+    return ((torch.arange(count) * size) // max(count, 1)).to(device)
 
 
 def from_all(engine: Engine, found: list[Located]) -> list[Located]:
@@ -70,7 +73,7 @@ def from_all(engine: Engine, found: list[Located]) -> list[Located]:
 class Looks:
     """Undoes what lets a check look on."""
 
-    def begin(self, step: int) -> None:
+    def begin(self, look: Look) -> None:
         """Nothing, where there is nothing to prepare."""
 
     def see_gradients(self, result: StepResult) -> None:

@@ -20,6 +20,7 @@ from cuboid.spec.sharding import places_of
 from cuboid.training.checks.check import from_all, wrap
 from cuboid.training.checks.everywhere import Everywhere
 from cuboid.training.checks.passes import Current
+from cuboid.training.checks.turns import Look
 from cuboid.training.checks.words import UNKNOWN, Located
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import StepResult
@@ -35,9 +36,9 @@ class Data:
         self._undo: list[Callable[[], None]] = []
         self._batch = 0
 
-    def begin(self, step: int) -> None:
+    def begin(self, look: Look) -> None:
         engine = self._engine
-        self._numbers, self._used, self._batch = [], {}, engine.course.batch(step - 1)
+        self._numbers, self._used, self._batch = [], {}, engine.course.batch(look.step - 1)
         self._undo += self._current.attach(engine)
         of = engine.batches.of
 

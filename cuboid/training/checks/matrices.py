@@ -4,13 +4,13 @@ once more. Each check takes another one."""
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cuboid.kernels.newton_schulz import orthogonalize
+from cuboid.parallel.collectives import all_reduce
+from cuboid.parallel.grad_norm import answers_for
 from cuboid.parallel.parallelize import DTYPES, Engine
 from cuboid.parallel.zero import OptimizerShard
 from cuboid.spec.homes import Matrix, stage_buckets, wire_precision
@@ -54,32 +54,22 @@ class Matrices(Looks):
         self._whole = self._gathered(("weight", "gradient", "momentum"))
 
     def _gathered(self, kinds: tuple[str, ...]) -> dict[str, Tensor]:
-        """The matrix's parameter, its gradient and momentum, whole, in float64 on the CPU."""
-        name, group = self._matrix.parameter, self._engine.groups.stage
-        own: list[Any] = []
-        for unit in self._engine.units:
+        """The matrix's parameter, its gradient and momentum, whole: each rank of the stage puts in what it answers for,
+        and the sum has everything."""
+        engine, name = self._engine, self._matrix.parameter
+        shape = next(part.full_shape for unit in engine.units for part in unit.parts if part.name == name)
+        whole = torch.zeros(len(kinds), *shape, dtype=engine.units[0].accumulate, device=engine.device)
+        for unit in engine.units:
             for shard in unit.optimizer_shards():
-                replicas = unit.groups.replicate if unit.zero else unit.groups.data
-                if shard.part.name == name and replicas.index == 0:
-                    values = {kind: self._of(shard, kind).detach().flatten().cpu() for kind in kinds}
-                    own.append((shard.part, shard.start, shard.stop, values))
-        told: list[list[Any]] = [own]
-        if group.handle is not None:
-            told = [[] for _ in range(group.size)]
-            dist.all_gather_object(told, own, group=group.handle)
-        local: dict[Any, dict[str, Tensor]] = {}
-        for part, start, stop, values in (each for rank in told for each in rank):
-            flat = local.setdefault(part, {kind: torch.zeros(part.size, dtype=torch.float64) for kind in kinds})
-            for kind in kinds:
-                flat[kind][start:stop] = values[kind].double()
-        found: dict[str, Tensor] = {}
-        for part, flat in local.items():
-            cut = part.slice
-            for kind, numbers in flat.items():
-                whole = found.setdefault(kind, torch.zeros(part.full_shape, dtype=torch.float64))
-                real = numbers.view(part.shape).narrow(cut.dimension, 0, cut.stop - cut.start)
-                whole.narrow(cut.dimension, cut.start, cut.stop - cut.start).copy_(real)
-        return found
+                part, cut = shard.part, shard.part.slice
+                if part.name != name or not answers_for(engine, unit, part):
+                    continue
+                for kind, into in zip(kinds, whole, strict=True):
+                    flat = into.new_zeros(part.size)
+                    flat[shard.start : shard.stop] = self._of(shard, kind).detach().flatten().to(into)
+                    real = flat.view(part.shape).narrow(cut.dimension, 0, cut.stop - cut.start)
+                    into.narrow(cut.dimension, cut.start, cut.stop - cut.start).add_(real)
+        return dict(zip(kinds, all_reduce(whole, engine.groups.stage).unbind(), strict=True))
 
     def _of(self, shard: OptimizerShard, kind: str) -> Tensor:
         if kind == "weight":
@@ -100,7 +90,7 @@ class Matrices(Looks):
 
         def rows(x: Tensor) -> Tensor:
             flat = x.reshape(-1, x.shape[-1])
-            return torch.cat([flat[start:stop] for start, stop in matrix.runs])
+            return torch.cat([flat[start:stop] for start, stop in matrix.runs]).double()
 
         gradient = rows(self._whole["gradient"]) * self._scale
         before, momentum = rows(self._whole["weight"]), rows(self._whole["momentum"])
@@ -112,7 +102,7 @@ class Matrices(Looks):
         else:
             orthogonal = orthogonalize(wire.unsqueeze(0), steps=spec.newton_schulz_steps)[0]
         size = _factor(spec.update_scale, matrix.rows, matrix.columns)
-        right = -rate * spec.matrix_rate * size * orthogonal.cpu().double()
+        right = -rate * spec.matrix_rate * size * orthogonal.double()
         observed = rows(after) - before * (1 - rate * spec.weight_decay)
         scale = float(right.norm()) or 1.0
         error, allowed = float((observed - right).norm()) / scale, ALLOWED.get(run.training.precision, 0.1)

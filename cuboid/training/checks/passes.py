@@ -20,6 +20,7 @@ from cuboid.spec.ranks import coordinates
 from cuboid.training.checks.check import from_all, when_there, wrap
 from cuboid.training.checks.everywhere import Everywhere, Rows
 from cuboid.training.checks.sketch import NUMBERS, sketch
+from cuboid.training.checks.turns import Look
 from cuboid.training.checks.words import UNKNOWN, Located, named_factor
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import StepResult
@@ -66,7 +67,7 @@ class Passes:
         """Tokens, each of which a router assigns."""
         self._undo: list[Callable[[], None]] = []
 
-    def begin(self, step: int) -> None:
+    def begin(self, look: Look) -> None:
         engine = self._engine
         self._rows, self._losses, self._scales, self._counted = {}, [], [], []
         self._undo += self._current.attach(engine)

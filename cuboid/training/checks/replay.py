@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cuboid.kernels.cpu_16bit import fast_matmuls
 from cuboid.model.batch import MicroBatch
+from cuboid.parallel.collectives import all_reduce_maximum
 from cuboid.parallel.parallelize import Alone, Engine, build_alone
 from cuboid.parallel.rank_batch import RankBatch
-from cuboid.parallel.stage import Segment
+from cuboid.parallel.stage import Entrance, Segment
+from cuboid.spec.checks import ChecksSpec
 from cuboid.spec.islands import IslandsSpec
 from cuboid.spec.layout import Layout
 from cuboid.spec.plugin import PythonModelSpec
@@ -30,17 +31,15 @@ from cuboid.spec.training import ProfileSpec
 from cuboid.training.checks.check import from_all, when_there, wrap
 from cuboid.training.checks.everywhere import Everywhere, Rows
 from cuboid.training.checks.passes import Current
+from cuboid.training.checks.replayed_segments import inside_of, replayed_in_turn, segments_of
 from cuboid.training.checks.sequences import Sequences
 from cuboid.training.checks.sketch import NUMBERS, sketch
+from cuboid.training.checks.turns import Look
 from cuboid.training.checks.weights import WholeWeights, part_of
 from cuboid.training.checks.words import UNKNOWN, Located, Pass, fitted_factor, module_of, named_factor
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import StepResult
 
-LARGEST = 2**29
-"""Parameters of a segment that is replayed: more would need memory that a training lacks."""
-LARGEST_HEAD = 2**28
-"""Logits of a head."""
 EXACT = {"float64": 1e-9, "float32": 1e-3}
 MULTIPLE = 8.0
 """Of what rounding to 16 bits does to the replay itself."""
@@ -50,6 +49,8 @@ LEAST_GRADIENT = 0.2
 """Allowed in any case of a weight gradient in 16 bits, of which some tensors have few elements that cancel."""
 NEGLIGIBLE = 1e-6
 """Gradients so many times smaller than the largest of their segment are compared on that scale."""
+ROUNDED = 2.0**-10
+"""Taken for what rounding to 16 bits does, of a stream's size, until it is measured."""
 ROUTED = 0.4
 """Where rounding sends some tokens to other experts."""
 
@@ -94,6 +95,22 @@ class Replayed:
     weights: dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a replay begins with, whole."""
+
+    segment: Segment
+    weights: dict[str, Tensor]
+    slices: dict[str, list[Part]]
+    """Of each weight: every one that some rank holds."""
+    inputs: Tensor | None
+    """None: tokens."""
+    gradient: Tensor
+    """Of the output."""
+    losses: Tensor | None
+    """Of a head, as the ranks computed them."""
+
+
 class Replay:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -101,16 +118,20 @@ class Replay:
         self._sequences, self._weights = Sequences(engine), WholeWeights(engine)
         self._tell = Everywhere(engine)
         self._undo: list[Callable[[], None]] = []
-        self._segments = [name for name in _in_turn(engine) if _is_replayed(engine, name)]
+        self._segments = replayed_in_turn(engine)
         self._found: list[Located] = []
         self._rows: Rows = {}
+        self._told: list[Rows] = []
+        """Of all ranks."""
+        self._lones: dict[str, Run] = {}
         self._micro_batch = 0
         self._current = Current()
 
     # While the step is computed.
 
-    def begin(self, step: int) -> None:
+    def begin(self, look: Look) -> None:
         engine, run = self._engine, self._engine.run
+        self._turn -= look.again and self._turn > 0
         self._rows, self._found, self._seen = {}, [], Seen()
         self._segment: Segment | None = None
         self._batch: tuple[MicroBatch, RankBatch] | None = None
@@ -118,7 +139,7 @@ class Replay:
         if self._segments:
             name = self._segments[self._turn % len(self._segments)]
             self._micro_batch = self._turn % min(map(run.micro_batches_of, range(run.layout.dp)))
-            self._segment = next(each for each in _segments(engine) if each.name == name)
+            self._segment = next(each for each in segments_of(engine) if each.name == name)
             self._attach(self._segment)
         self._turn += 1
 
@@ -141,7 +162,7 @@ class Replay:
             seen.inputs = x.detach().clone()
             if x.requires_grad:
                 when_there(x, lambda gradient: setattr(seen, "input_gradient", gradient.clone()))
-            with _inside(segment, {} if engine.compiled else seen.inside):
+            with inside_of(segment, {} if engine.compiled else seen.inside):
                 y = plain(x, batch)
             seen.outputs = y.detach().clone()
             when_there(y, lambda gradient: setattr(seen, "output_gradient", gradient.clone()))
@@ -190,35 +211,56 @@ class Replay:
     # Before the update.
 
     def see_gradients(self, result: StepResult) -> None:
+        given, precision = self._given(), self._engine.run.training.precision
+        replayed = self._replay(given, precision)
+        # How far rounding may lead says a second replay, in float32, made where the first one is not close anyhow.
+        if precision not in EXACT and self._is_suspect():
+            self._replay(given, "float32", replayed)
+
+    def _given(self) -> Given | None:
+        """What a replay begins with; None where there is nothing to replay. All ranks of the replica's stage call
+        this."""
         segment, seen = self._segment, self._seen
         if segment is None or self._batch is None or seen.outputs is None:
-            return
-        run, device = self._engine.run, self._engine.device
-        of_process = self._lone(run.training.precision)
-        exactly = None if run.training.precision in EXACT else self._lone("float32")
-        first = build_alone(of_process, segment.name, device)
-        names = {part.name for unit in first.units for part in unit.parts}
-        weights, slices = self._weights.gather(names)
+            return None
         x, gradient = self._gathered(segment)
         losses = self._sequences.gather(seen.outputs) if segment.name == "head" else None
-        try:  # no rank waits for another from here on
-            replayed = self._compute(first, segment, weights, x, gradient)
-            exact = replayed
-            if exactly is not None:
-                exact = self._compute(build_alone(exactly, segment.name, device), segment, weights, x, gradient)
-            self._compare(segment, seen, losses, x, gradient, replayed, exact)
-            self._sketch(segment, slices, replayed, exact)
+        weights, slices = self._weights.gather(
+            segment.name, [part.name for unit in segment.units for part in unit.parts]
+        )
+        return Given(segment, weights, slices, x, gradient, losses)
+
+    def _replay(self, given: Given | None, precision: str, rounded: Replayed | None = None) -> Replayed | None:
+        """`rounded`: what was replayed in 16 bits, when this says how far that may be off. Every rank calls this."""
+        self._found, self._rows, made = [], {}, None
+        try:  # no rank waits for another in here
+            if given is not None and (rounded is not None or precision == self._engine.run.training.precision):
+                made = self._compute(build_alone(self._lone(precision), given.segment.name, self._engine.device), given)
+                exact = made if rounded is not None or precision in EXACT else None
+                self._compare(given, rounded or made, exact)
+                self._sketch(given, rounded or made, exact)
         except torch.OutOfMemoryError:  # a check may not end a training
-            self._rows = {"failed": torch.zeros(NUMBERS, dtype=torch.float64, device=device)}
+            made = None
+            self._rows = {"failed": torch.zeros(NUMBERS, dtype=torch.float64, device=self._engine.device)}
             self._found = []
+        self._told = self._tell.gather(self._rows, NUMBERS)
+        return made
+
+    def _is_suspect(self) -> bool:
+        """Whether a rank found something, or all of them together."""
+        here = len(self._found) + any(self._wrong_gradients(0))
+        anywhere = torch.tensor(here, device=self._engine.device)
+        return bool(all_reduce_maximum(anywhere, self._engine.groups.world).item())
 
     def _lone(self, precision: str) -> Run:
         """The same model and micro-batch on one process, which computes step by step as they are written."""
+        if precision in self._lones:
+            return self._lones[precision]
         run = self._engine.run
         width = run.layout.micro_batch_of(self._engine.groups.coordinates.dp)
         plain = {"precision": precision, "compile": "off", "cuda_graphs": "off", "overlap_tensor": "off"}
         training = replace(run.training, global_batch=width, batch_ramp="", **plain)  # type: ignore[arg-type]
-        return replace(
+        self._lones[precision] = replace(
             run,
             layout=Layout(micro_batch=width),
             training=training,
@@ -227,7 +269,9 @@ class Replay:
             checkpoint=CheckpointSpec(),
             resilience=ResilienceSpec(),
             profile=ProfileSpec(),
+            checks=ChecksSpec(),
         )
+        return self._lones[precision]
 
     def _gathered(self, segment: Segment) -> tuple[Tensor | None, Tensor]:
         """Inputs and output gradients of whole sequences."""
@@ -240,13 +284,11 @@ class Replay:
             return None, gradient
         return self._sequences.whole(self._sequences.gather(seen.inputs)), gradient
 
-    def _compute(
-        self, alone: Alone, segment: Segment, weights: dict[str, Tensor], x: Tensor | None, gradient: Tensor
-    ) -> Replayed:
+    def _compute(self, alone: Alone, given: Given) -> Replayed:
         assert self._batch is not None
         engine, precision = self._engine, alone.run.training.precision
         for unit in alone.units:
-            unit.fill(lambda part: weights[part.name])
+            unit.fill(lambda part: given.weights[part.name])
         if alone.balance is not None and engine.balance is not None:
             ours, theirs = alone.balance, engine.balance
             ours.sequences, ours.tokens, ours.factor = theirs.sequences, theirs.tokens, theirs.factor
@@ -256,47 +298,41 @@ class Replay:
             ours.step.copy_(theirs.step)
         batch = alone.batches.of(self._batch[0])
         parameters = {name: each for unit in alone.units for name, each in unit.parameters.items()}
-        given = batch.tokens if x is None else x.detach().to(alone.dtype, copy=True).requires_grad_()
+        x = given.inputs
+        x = batch.tokens if x is None else x.detach().to(alone.dtype, copy=True).requires_grad_()
         inside: dict[str, Tensor] = {}
-        with torch.enable_grad(), fast_matmuls(engine.device, precision), _inside(alone.segment, inside):
-            y = alone.segment.run(given, batch)
-            torch.autograd.backward(y, gradient.to(y.dtype))
+        with torch.enable_grad(), fast_matmuls(engine.device, precision), inside_of(alone.segment, inside):
+            y = alone.segment.run(x, batch)
+            Entrance(y).backward(given.gradient.to(y.dtype))
         return Replayed(
             y.detach(),
-            given.grad,
+            x.grad,
             inside,
             {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()},
         )
 
     # What is wrong.
 
-    def _compare(
-        self,
-        segment: Segment,
-        seen: Seen,
-        losses: Tensor | None,
-        x: Tensor | None,
-        gradient: Tensor,
-        replayed: Replayed,
-        exact: Replayed,
-    ) -> None:
+    def _compare(self, given: Given, replayed: Replayed, exact: Replayed | None) -> None:
+        """`exact`: the replay without rounding; None: not known."""
+        seen, name, own = self._seen, given.segment.name, self._sequences.own
         assert seen.outputs is not None
-        name, own = segment.name, self._sequences.own
-        if losses is not None:
-            observed = losses[:, self._engine.groups.tensor.index].sum(0)
-            self._look("loss", name, observed, replayed.outputs, exact.outputs, None)
+        if given.losses is not None:
+            observed = given.losses[:, self._engine.groups.tensor.index].sum(0)
+            self._look("loss", name, observed, replayed.outputs, None if exact is None else exact.outputs, None)
         else:
-            residual = None if x is None else own(x)
-            self._look("forward", name, seen.outputs, own(replayed.outputs), own(exact.outputs), residual)
-            if self._found:
+            residual = None if given.inputs is None else own(given.inputs)
+            float32 = None if exact is None else own(exact.outputs)
+            self._look("forward", name, seen.outputs, own(replayed.outputs), float32, residual)
+            if self._found and exact is not None:
                 self._look_inside(seen, replayed, exact)
-        if replayed.input_gradient is not None and exact.input_gradient is not None and seen.input_gradient is not None:
-            passed = None if name == "head" else own(gradient)
-            right = own(replayed.input_gradient), own(exact.input_gradient)
-            self._look("input gradient", name, seen.input_gradient, *right, passed)
+        if replayed.input_gradient is not None and seen.input_gradient is not None:
+            passed = None if name == "head" else own(given.gradient)
+            float32 = None if exact is None or exact.input_gradient is None else own(exact.input_gradient)
+            self._look("input gradient", name, seen.input_gradient, own(replayed.input_gradient), float32, passed)
 
     def _look(
-        self, where: Pass, name: str, observed: Tensor, right: Tensor, exact: Tensor, passed: Tensor | None
+        self, where: Pass, name: str, observed: Tensor, right: Tensor, exact: Tensor | None, passed: Tensor | None
     ) -> None:
         """`passed`: what a block adds to, of which errors are no part."""
         tensor = name if where in ("forward", "loss") else f"gradient of the input of {name}"
@@ -309,9 +345,12 @@ class Replay:
         scale = float(added.norm()) or float(right.double().norm()) or 1.0
         apart = observed.double() - right.double()
         error = float(apart.norm()) / scale
-        allowed = self._allowed(float((right.double() - exact.double()).norm()) / scale)
-        if self._engine.run.training.precision in EXACT:  # a large stream of which little is added is rounded too
-            allowed *= max(1.0, float(right.double().norm()) / scale)
+        stream = max(1.0, float(right.double().norm()) / scale)
+        """A large one to which little is added is rounded too."""
+        spread = ROUNDED * stream if exact is None else float((right.double() - exact.double()).norm()) / scale
+        allowed = self._allowed(spread)
+        if self._engine.run.training.precision in EXACT:
+            allowed *= stream
         if not error <= allowed:
             cause = self._cause(added + apart, added, apart)
             error = error if error == error else math.inf
@@ -351,28 +390,27 @@ class Replay:
                 return f"{UNKNOWN}; only {int(wrong.sum())} of {len(wrong)} tokens differ"
         return UNKNOWN
 
-    def _sketch(self, segment: Segment, slices: dict[str, list[Part]], replayed: Replayed, exact: Replayed) -> None:
+    def _sketch(self, given: Given, replayed: Replayed, exact: Replayed | None) -> None:
         """Of each slice that some rank holds: one rank of a replica tells what the replay made of it."""
-        engine, here = self._engine, self._engine.groups.coordinates
-        parts = {part.name: part for unit in segment.units for part in unit.parts}
+        here = self._engine.groups.coordinates
+        parts = {part.name: part for unit in given.segment.units for part in unit.parts}
+        made: dict[Literal["replay", "exact"], Replayed] = {"replay": replayed}
+        if exact is not None:
+            made["exact"] = exact
         for name, own in self._seen.weights.items():
             self._rows[_gradient("ranks", parts[name])] = own
             if here.cp == here.tp == 0:
-                for part in slices[name]:
-                    for kind, made in (("replay", replayed), ("exact", exact)):
-                        cut = part_of(made.weights[name].view(part.full_shape), part)
-                        self._rows[_gradient(kind, part)] = sketch(cut)  # type: ignore[arg-type]
-        for held, row in self._rows.items():
-            self._rows[held] = row.to(engine.device)
+                for part in given.slices[name]:
+                    for kind, each in made.items():
+                        cut = part_of(each.weights[name].view(part.full_shape), part)
+                        self._rows[_gradient(kind, part)] = sketch(cut)
 
     def judge(self, engine: Engine, optimizer: Optimizer, step: int) -> list[Located]:
         found = [replace(each, step=step) for each in self._found]
-        told = self._tell.gather(self._rows, NUMBERS)
-        found = from_all(engine, found)
-        return found + list(self._wrong_gradients(told, step))
+        return from_all(engine, found) + list(self._wrong_gradients(step))
 
-    def _wrong_gradients(self, told: list[Rows], step: int) -> Iterator[Located]:
-        layout, run = self._engine.run.layout, self._engine.run
+    def _wrong_gradients(self, step: int) -> Iterator[Located]:
+        layout, run, told = self._engine.run.layout, self._engine.run, self._told
         if any("failed" in rows for rows in told):
             return
         sums: dict[Gradient, Tensor] = {}
@@ -386,8 +424,9 @@ class Replay:
         # What is zero but for rounding has no relative error.
         right_of = {held: row for held, row in sums.items() if held.kind == "replay"}
         floor = NEGLIGIBLE * max((float(row.norm()) for row in right_of.values()), default=0.0)
+        exact_of = {held._replace(kind="replay"): row for held, row in sums.items() if held.kind == "exact"}
         spreads = {
-            held._replace(kind="ranks"): float((row - sums[held._replace(kind="exact")]).norm())
+            held._replace(kind="ranks"): float((row - exact_of.get(held, row)).norm())
             / (max(float(row.norm()), floor) or 1.0)
             for held, row in right_of.items()
         }
@@ -395,8 +434,8 @@ class Replay:
         for held, observed in sums.items():
             if held.kind != "ranks":
                 continue
-            right, exact = (sums.get(held._replace(kind=kind)) for kind in ("replay", "exact"))
-            if right is None or exact is None:
+            right = sums.get(held._replace(kind="replay"))
+            if right is None:
                 continue
             scale = max(float(right.norm()), floor) or 1.0
             error = float((observed - right).norm()) / scale
@@ -410,49 +449,3 @@ class Replay:
             name = f"gradient of {held.name}"
             error = error if error == error else math.inf
             yield Located(name, module_of(held.name), "weight gradient", *place, error, allowed, cause)
-
-
-@contextmanager
-def _inside(segment: Segment, kept: dict[str, Tensor]) -> Iterator[None]:
-    """Meanwhile the first results of a block's two halves are kept."""
-    hooks = []
-    for path in ("attention", "feed_forward"):
-        module = getattr(segment.module, path, None)
-        if isinstance(module, nn.Module):
-
-            def hook(_: nn.Module, __: Any, result: Any, name: str = f"{segment.name}.{path}") -> None:
-                if isinstance(result, Tensor):
-                    kept.setdefault(name, result.detach().clone())
-
-            hooks.append(module.register_forward_hook(hook))
-    try:
-        yield
-    finally:
-        for each in hooks:
-            each.remove()
-
-
-def _segments(engine: Engine) -> list[Segment]:
-    return [segment for stage in engine.pipeline.stages.values() for segment in stage.segments]
-
-
-def _in_turn(engine: Engine) -> list[str]:
-    """A block first, then what stands at the ends, then the others: what is wrong in one block is mostly so in all."""
-    names = [segment.name for segment in _segments(engine)]
-    blocks = [name for name in names if name.startswith("layers.")]
-    ends = [name for name in ("head", "embedding") if name in names]
-    return [*blocks[:1], *ends, *blocks[1:]]
-
-
-def _is_replayed(engine: Engine, name: str) -> bool:
-    run, segment = engine.run, next(each for each in _segments(engine) if each.name == name)
-    if isinstance(run.model, PythonModelSpec):
-        if run.layout.cp > 1:
-            return False
-    elif name.startswith("layers.") and int(name.rpartition(".")[2]) >= run.model.layers:
-        return False  # a layer that predicts further tokens reads more than its input
-    if name == "head" and run.model.prediction_layers:
-        return False
-    tokens = run.layout.micro_batch_of(engine.groups.coordinates.dp) * run.training.sequence
-    size = sum(math.prod(part.full_shape) for unit in segment.units for part in unit.parts)
-    return size <= LARGEST and (name != "head" or tokens * run.model.vocab <= LARGEST_HEAD)

@@ -12,15 +12,17 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cuboid.parallel.parallelize import Engine
-from cuboid.parallel.zero import Unit
+from cuboid.parallel.zero import OptimizerShard, Unit
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.sharding import Part
 from cuboid.training.checks.check import wrap
 from cuboid.training.checks.everywhere import Everywhere, Rows
 from cuboid.training.checks.sketch import NUMBERS, sketch
+from cuboid.training.checks.turns import Look
 from cuboid.training.checks.words import (
     UNKNOWN,
     Axes,
@@ -39,7 +41,6 @@ ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05}
 CLOSE = {torch.float64: 1e-6, torch.float32: 0.02, torch.bfloat16: 0.1}
 """How far from what was observed a cause may be, of what is wrong about it."""
 NORM = {torch.float64: 1e-9, torch.float32: 1e-3}
-WIDTH = NUMBERS + 1
 
 
 class Held(NamedTuple):
@@ -68,6 +69,19 @@ def _held(kind: Literal["part", "sum"], part: Part) -> Held:
     return Held(kind, part.name, cut.dimension, cut.start, cut.stop, not shared or cut.partial_gradient, shared)
 
 
+def _shard(shard: OptimizerShard) -> Held:
+    return _held("sum", shard.part)._replace(start=shard.start, stop=shard.stop)
+
+
+KINDS: dict[str, Callable[[Held], bool]] = {
+    "all": lambda _: True,
+    "parameters that several tp ranks hold": lambda held: held.is_shared,
+    "parameters that are split or on one tp rank": lambda held: not held.is_shared,
+    "experts": lambda held: ".experts." in held.name,
+}
+"""Of gradients, in whose squares a norm may be wrong."""
+
+
 class Sums:
     def __init__(self, engine: Engine) -> None:
         self._rows: Rows = {}
@@ -76,12 +90,16 @@ class Sums:
         self._undo: list[Callable[[], None]] = []
         self._engine = engine
         self._tell, self._tell_parts = Everywhere(engine), Everywhere(engine)
+        self._counted: list[bool] = []
+        """Of each shard of this rank, whether no rank before it has the same elements."""
+        self._units: list[Unit] = []
+        """That are looked at."""
 
-    def begin(self, step: int) -> None:
+    def begin(self, look: Look) -> None:
         self._rows, self._own = {}, {}
-        for unit in self._engine.units:
-            if unit.uses:
-                self._attach(unit)
+        self._units = [unit for unit in self._engine.units if unit.uses and look.sees(unit)]
+        for unit in self._units:
+            self._attach(unit)
 
     def _attach(self, unit: Unit) -> None:
         plain, before = unit.collect, dict[str, Tensor]()
@@ -105,22 +123,42 @@ class Sums:
 
     def see_gradients(self, result: StepResult) -> None:
         factor = result.loss_scale or 1.0
-        told = torch.zeros(WIDTH, dtype=torch.float64)
-        told[0], told[1] = result.gradient_norm, result.loss
-        self._rows[Held("norm", "")] = told
-        nothing = torch.zeros(1, dtype=torch.float64, device=self._engine.device)
+        self._rows[Held("norm", "")] = self._squares(result, factor)
         for held, own in self._own.items():
-            self._rows[held] = torch.cat((torch.stack(own).sum(0) / factor, nothing))
-        for unit in self._engine.units:
-            for shard in unit.optimizer_shards() if unit.uses else ():
-                gradient = shard.gradient
-                held = _held("sum", shard.part)._replace(start=shard.start, stop=shard.stop)
-                square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square().reshape(1)
-                self._rows[held] = torch.cat((sketch(gradient, shard.start) / factor, square / factor**2))
+            self._rows[held] = torch.stack(own).sum(0) / factor
+        for unit in self._units:
+            for shard in unit.optimizer_shards():
+                self._rows[_shard(shard)] = sketch(shard.gradient, shard.start) / factor
+
+    def _squares(self, result: StepResult, factor: float) -> Tensor:
+        """The norm that the optimizer is told, and the squares of this rank's gradients by `KINDS`."""
+        shards = [shard for unit in self._engine.units if unit.uses for shard in unit.optimizer_shards()]
+        held = [_shard(shard) for shard in shards]
+        if not self._counted:
+            self._counted = self._counts(held)
+        told = torch.zeros(NUMBERS, dtype=torch.float64, device=self._engine.device)
+        told[0] = result.gradient_norm
+        counted = [(one, shard) for one, shard, counts in zip(held, shards, self._counted, strict=True) if counts]
+        if counted:
+            norms = torch._foreach_norm([shard.gradient for _, shard in counted], 2, torch.float64)
+            squares = torch.stack([norm.to(told.device) for norm in norms]).square() / factor**2
+            is_of = torch.tensor([[among(one) for one, _ in counted] for among in KINDS.values()], dtype=torch.float64)
+            told[1 : len(KINDS) + 1] = is_of.to(told.device) @ squares
+        return told
+
+    def _counts(self, held: list[Held]) -> list[bool]:
+        """Told once: shards stay where they are."""
+        world = self._engine.groups.world
+        if world.handle is None:
+            return [True] * len(held)
+        everywhere: list[list[Held]] = [[] for _ in range(world.size)]
+        dist.all_gather_object(everywhere, held, group=world.handle)
+        before = {(*each.elements, each.start, each.stop) for rank in everywhere[: world.index] for each in rank}
+        return [(*each.elements, each.start, each.stop) not in before for each in held]
 
     def judge(self, engine: Engine, optimizer: Optimizer, step: int) -> list[Located]:
         device = engine.device
-        told = self._tell.gather({held: row.to(device) for held, row in self._rows.items()}, WIDTH)
+        told = self._tell.gather({held: row.to(device) for held, row in self._rows.items()}, NUMBERS)
         found = list(self._wrong_sums(told, step))
         # Parts of single micro-batches travel only where something is wrong; all ranks come to the same.
         found = [self._with_micro_batches(each, told) for each in found[:1]] + found[1:]
@@ -142,11 +180,11 @@ class Sums:
         for rank in sorted(range(len(told)), key=lambda rank: -self._axes(rank)["pp"]):
             for held, row in told[rank].items():
                 if held.kind == "part":
-                    parts.setdefault(held.elements, {})[rank] = row[:NUMBERS]
+                    parts.setdefault(held.elements, {})[rank] = row
                     adds[held.elements] = held.adds
                 elif held.kind == "sum":
                     there = sums.setdefault(held.elements, {}).setdefault(rank, {})
-                    there[held.start, held.stop] = row[:NUMBERS]
+                    there[held.start, held.stop] = row
         for elements, own in parts.items():
             dtype = dtypes.get(elements[0], usual)
             allowed, close = ALLOWED[dtype], CLOSE[dtype]
@@ -193,7 +231,7 @@ class Sums:
         seen = next(held for held in told[found.rank] if held.kind == "sum" and held.name == name)
         observed = {
             rank: {
-                (held.start, held.stop): row[:NUMBERS]
+                (held.start, held.stop): row
                 for held, row in rows.items()
                 if held.kind == "sum" and held.elements == seen.elements
             }
@@ -217,38 +255,31 @@ class Sums:
     def _wrong_norm(self, told: list[Rows], step: int) -> Iterator[Located]:
         engine = self._engine
         allowed = NORM[engine.units[0].accumulate]
-        squares: dict[tuple[object, ...], tuple[float, Held, int]] = {}
-        for rank, rows in enumerate(told):
-            for held, row in rows.items():
-                if held.kind == "sum":
-                    squares.setdefault((*held.elements, held.start, held.stop), (float(row[-1]), held, rank))
-        right = math.sqrt(sum(square for square, *_ in squares.values()))
+        squares = [dict(zip(KINDS, rows[Held("norm", "")][1:].tolist(), strict=False)) for rows in told]
+        right = math.sqrt(sum(own["all"] for own in squares))
         for rank, rows in enumerate(told):
             observed = float(rows[Held("norm", "")][0])
             error = abs(observed - right) / (right or 1.0)
             if not error <= allowed:
-                cause = self._norm_cause(observed, right, list(squares.values()))
+                cause = self._norm_cause(observed, right, squares)
                 yield Located("gradient norm", "gradient norm", "norm", step, None, rank, error, allowed, cause)
                 return
 
-    def _norm_cause(self, observed: float, right: float, squares: list[tuple[float, Held, int]]) -> str:
+    def _norm_cause(self, observed: float, right: float, squares: list[dict[str, float]]) -> str:
+        """`squares`: of each rank."""
         if observed != observed:
             return "not a number"
         layout, extra = self._engine.run.layout, observed**2 - right**2
         close = 1e-6 if self._engine.units[0].accumulate == torch.float64 else 1e-2
-        kinds = {
-            "parameters that several tp ranks hold": sum(square for square, held, _ in squares if held.is_shared),
-            "parameters that are split or on one tp rank": sum(sq for sq, held, _ in squares if not held.is_shared),
-            "experts": sum(square for square, held, _ in squares if ".experts." in held.name),
-        }
-        for told, among in kinds.items():
+        for told in list(KINDS)[1:]:
+            among = sum(own[told] for own in squares)
             for count in (2, layout.tp, layout.dp, layout.cp):
                 if among and count > 1 and abs(extra - (count - 1) * among) <= close * abs(extra):
                     return f"{told} are counted {count} times"
             if among and abs(extra + among) <= close * abs(extra):
                 return f"{told} are not counted"
         for stage in range(layout.pp if layout.pp > 1 else 0):
-            of_stage = sum(square for square, _, rank in squares if self._axes(rank)["pp"] == stage)
+            of_stage = sum(own["all"] for rank, own in enumerate(squares) if self._axes(rank)["pp"] == stage)
             if abs(observed**2 - of_stage) <= close * right**2:
                 return f"sum missing over pp: only pp rank {stage} is in it"
         named = named_factor(observed / right, self._engine.run, self._engine.run.micro_batches, exact=False)

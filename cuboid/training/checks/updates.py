@@ -16,6 +16,7 @@ from cuboid.kernels.precision import join_halves
 from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.zero import OptimizerShard
 from cuboid.training.checks.check import Looks, from_all, sampled_places
+from cuboid.training.checks.turns import Look
 from cuboid.training.checks.words import UNKNOWN, Located, module_of
 from cuboid.training.learning_rate import learning_rate
 from cuboid.training.optimizer import Optimizer
@@ -42,6 +43,10 @@ class Updates(Looks):
         self._norm = self._scale = 0.0
         self._taken = 0
         self._dtype = engine.units[0].accumulate
+        self._look: Look | None = None
+
+    def begin(self, look: Look) -> None:
+        self._look = look
 
     def see_gradients(self, result: StepResult) -> None:
         optimizer = self._optimizer
@@ -50,16 +55,17 @@ class Updates(Looks):
 
     def _shards(self) -> list[OptimizerShard]:
         """Those that an optimizer updates."""
-        return [shard for unit in self._engine.units if unit.uses for shard in unit.optimizer_shards()]
+        units = [unit for unit in self._engine.units if unit.uses and (self._look is None or self._look.sees(unit))]
+        return [shard for unit in units for shard in unit.optimizer_shards()]
 
     def _sampled(self) -> dict[str, Sampled]:
         """Now. One copy from the device for all of them."""
         kept: list[tuple[str, str, Tensor]] = []
         for shard in self._shards():
-            name, places = shard.part.name, sampled_places(shard.stop - shard.start).to(shard.gradient.device)
-            kept += [(name, "weights", _weights(shard, places)), (name, "gradient", _of(shard.gradient, places))]
+            name, size = shard.part.name, shard.stop - shard.start
+            kept += [(name, "weights", _weights(shard, size)), (name, "gradient", _of(shard.gradient, size))]
             state = self._optimizer.state_of(shard).items()
-            kept += [(name, kind, _of(x, places)) for kind, x in state if x.numel() == shard.stop - shard.start]
+            kept += [(name, kind, _of(x, size)) for kind, x in state if x.numel() == size]
         if not kept:
             return {}
         values = torch.cat([x.to(self._engine.device) for *_, x in kept]).cpu()
@@ -172,12 +178,16 @@ class Updates(Looks):
         yield Located(f"average of {name}", module_of(name), "update", *place, apart / scale, allowed / scale, cause)
 
 
-def _of(x: Tensor, places: Tensor) -> Tensor:
-    return x.detach().flatten()[places.to(x.device)].double()
+def _sampled(x: Tensor, size: int) -> Tensor:
+    return x.detach().flatten()[sampled_places(size, x.device)]
 
 
-def _weights(shard: OptimizerShard, places: Tensor) -> Tensor:
+def _of(x: Tensor, size: int) -> Tensor:
+    return _sampled(x, size).double()
+
+
+def _weights(shard: OptimizerShard, size: int) -> Tensor:
     if not shard.is_halved or shard.weight is None:
-        return _of(shard.kept, places)
-    kept = shard.kept.flatten()[places.to(shard.kept.device)].to(shard.weight.device)
-    return join_halves(shard.weight.view(torch.int16).flatten()[places], kept).double()
+        return _of(shard.kept, size)
+    kept = _sampled(shard.kept, size).to(shard.weight.device)
+    return join_halves(_sampled(shard.weight.view(torch.int16), size), kept).double()

@@ -21,12 +21,13 @@ class WholeWeights:
         self._parts: dict[str, list[list[Part]]] = {}
         """By unit: of each rank that holds another slice. They are told once."""
 
-    def gather(self, names: Collection[str]) -> tuple[dict[str, Tensor], dict[str, list[Part]]]:
-        """The weights by their names, and every slice of each that some rank holds. All ranks of a stage call this."""
+    def gather(self, prefix: str, names: Collection[str]) -> tuple[dict[str, Tensor], dict[str, list[Part]]]:
+        """By their names these weights and all that belong to a block `prefix`, and every slice of each that some rank
+        holds. All ranks of a stage call this."""
         found: dict[str, Tensor] = {}
         slices: dict[str, list[Part]] = {}
         for unit in self._engine.units:
-            if any(part.name in names for part in unit.parts):
+            if any(part.name in names or part.name.startswith(f"{prefix}.") for part in unit.parts):
                 held, rows = self._parts_of(unit), self._gathered(unit)
                 for parts, row in zip(held, rows, strict=True):
                     for part in parts:

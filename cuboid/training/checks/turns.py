@@ -1,0 +1,112 @@
+"""Whose turn it is: in a round of steps each check comes once and a replay three times, spread over the round, so that
+no step is much longer than the others; a few blocks of each stage take part, others in the next round.
+
+What comes from a checkpoint, or with another layout, is new: the steps after a start are looked at by all checks. So is
+the step after one that seems wrong, to say where it began to be."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+from cuboid.parallel.parallelize import Engine
+from cuboid.parallel.zero import Unit
+from cuboid.spec.checks import ChecksSpec
+
+ROUND = (("data", "passes"), ("replay",), ("sums",), ("replay",), ("updates", "matrices", "copies"), ("replay",))
+BLOCKS = 2
+"""Of each stage, that a round looks at."""
+REMEMBERED = 8
+"""Rounds whose time decides how long the next one is."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """At one step."""
+
+    step: int
+    """Counted from 1."""
+    names: frozenset[str]
+    """Of the checks that are made."""
+    blocks: tuple[str, ...] | None = None
+    """That take part, beside everything that is no block; None: all."""
+    again: bool = False
+    """Whether it looks at what was looked at last."""
+
+    def sees(self, unit: Unit) -> bool:
+        if self.blocks is None or not unit.name.startswith("layers."):
+            return True
+        return any(f"{unit.name}.".startswith(f"{block}.") for block in self.blocks)
+
+
+class Turns:
+    def __init__(self, engine: Engine, spec: ChecksSpec, done: int) -> None:
+        """`done`: steps that the run had when it started."""
+        self._spec = spec
+        segments = [segment.name for stage in engine.pipeline.stages.values() for segment in stage.segments]
+        self._blocks = [name for name in segments if name.startswith("layers.")]
+        made = [frozenset(names) & frozenset(spec.names) for names in ROUND]
+        self._places = [names for names in made if names]
+        self._rounds = done // spec.every
+        self.length = spec.every
+        """Of the round that is under way, in steps."""
+        self.start_again(done)
+
+    def start_again(self, done: int) -> None:
+        self._begin, self._whole_until, self._again = done, done + self._spec.first, 0
+
+    def look_again(self, step: int) -> None:
+        """All checks, at everything."""
+        self._again = step
+
+    def begins_with(self, step: int) -> bool:
+        """Whether it is the first of its round."""
+        return step == self._begin + 1
+
+    def look(self, step: int) -> Look | None:
+        """Called for every step, in order."""
+        if step > self._begin + self.length:
+            self._begin, self._rounds = step - 1, self._rounds + 1
+        if step == self._again or step <= self._whole_until:
+            return Look(step, frozenset(self._spec.names), again=step == self._again)
+        place, count = step - self._begin - 1, len(self._places)
+        due = [names for index, names in enumerate(self._places) if index * self.length // count == place]
+        first = BLOCKS * self._rounds
+        blocks = tuple(self._blocks[(first + each) % len(self._blocks)] for each in range(BLOCKS) if self._blocks)
+        return Look(step, frozenset().union(*due), blocks) if due else None
+
+
+class Clock:
+    """What a round takes, beside steps that nobody looks at: its checks, what they make the device wait, and what
+    follows from that in the step behind."""
+
+    def __init__(self, spec: ChecksSpec) -> None:
+        self._spec = spec
+        self._plain: deque[float] = deque(maxlen=100)
+        self._looked: list[float] = []
+        self._rounds: deque[float] = deque(maxlen=REMEMBERED)
+        self._was_looked_at = 0
+
+    def note(self, step: int, seconds: float, look: Look | None) -> None:
+        if look is not None:
+            self._was_looked_at = step
+        if look is None and step != self._was_looked_at + 1:
+            self._plain.append(seconds)
+        elif look is None or look.blocks is not None:  # what a start costs comes once
+            self._looked.append(seconds)
+
+    def add(self, seconds: float) -> None:
+        """Of a look, after its step."""
+        if self._looked:
+            self._looked[-1] += seconds
+
+    def next_length(self) -> int:
+        """Of the round that begins: as many steps as keep checks below their share of the time."""
+        looked, self._looked = self._looked, []
+        if len(self._plain) < 2 or not looked:
+            return self._spec.every
+        step = median(self._plain)
+        self._rounds.append(max(sum(looked) - len(looked) * step, 0.0) / step)
+        return max(self._spec.every, math.ceil(median(self._rounds) / self._spec.share))
