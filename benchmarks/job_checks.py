@@ -6,10 +6,10 @@ python benchmarks/job_checks.py --only norms kv --precision float64
 python benchmarks/job_checks.py --part 1/2 --jobs 2 --json job.jsonl   # a row as soon as it is there
 python benchmarks/job_checks.py --right 6 --seed 0                  # layouts drawn at random, without bugs
 python benchmarks/job_checks.py --time dp=2,tp=2,pp=2 --model tiny-llama --set model.hidden=256 --json time.jsonl
-python benchmarks/job_checks.py --time dp=1 --shape 1B --set training.device=cuda training.precision=bf16
+python benchmarks/job_checks.py --time dp=1 --shape 1B --beside --set training.device=cuda training.precision=bf16
 python benchmarks/job_checks.py --table job.jsonl                   # writes the table into docs/prove.md; runs nothing
 
---time trains once, with a check every few steps, and holds the time of a period against its steps without one.
+Bugs are looked for in one round of fifty steps, and --time takes the time of whole rounds of fifty: the same settings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -26,13 +25,27 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from at_once import Place, part_of, tried
+from at_once import Place
 from h200 import SHAPES, VOCABULARY
+from scored import (
+    KINDS,
+    LIMIT,
+    Case,
+    Row,
+    add_row,
+    cases_of,
+    count_rows,
+    is_named,
+    marks,
+    options_of,
+    rewrite,
+    rows_of,
+    try_cases,
+)
 
 from cuboid.errors import RankError, UserError
 from cuboid.training.checks.words import UNKNOWN
@@ -40,28 +53,26 @@ from cuboid.verification.make import verification_run
 from tests.training.checks.jobs import checked
 from tests.verification.bugs.bug import CATALOGUE
 
-STEPS = 12
-"""Checked are the first two and the tenth: the last is for what shows late."""
-LIMIT = 150
-KINDS = ("found", "module", "where", "cause")
-PAGE = Path(__file__).parent.parent / "docs" / "prove.md"
+EVERY = 50
+"""Steps of a round, both where bugs are looked for and where the time is taken."""
 BEGIN, END = "<!-- written by benchmarks/job_checks.py --table -->", "<!-- end of what it wrote -->"
-Row = dict[str, Any]
 
 
-def attempt(place: Place, case: tuple[str, str]) -> Row:
+def attempt(place: Place, case: Case) -> Row:
     name, precision = case
     bug, begin = CATALOGUE[name], time.perf_counter()
-    run = checked(bug.run(precision), STEPS)
+    # A round in the middle of a run: no step is looked at because the run has just begun. Of tiny models checks take
+    # more than a hundredth of the time, for which longer rounds would make up.
+    run = checked(bug.run(precision), EVERY, every=EVERY, first=0, share=1.0)
     row: Row = {"name": name, "precision": precision, **dict.fromkeys(KINDS, False)}
     try:
         ranks = run.layout.world_size
-        warnings = place.run("tests.training.checks.jobs:warnings_of", (run, name), ranks, LIMIT)
+        warnings = place.run("tests.training.checks.jobs:first_warning_of", (run, name), ranks, LIMIT)
         if warnings:
             row |= {"found": True, "step": warnings[0]["step"], "text": warnings[0]["text"]}
             located = warnings[0]["located"]
             asked = {"module": bug.module, "where": bug.where, "cause": bug.cause}
-            row |= {kind: bool(re.search(pattern, str(located[kind]))) for kind, pattern in asked.items()}
+            row |= {kind: is_named(pattern, located, kind) for kind, pattern in asked.items()}
             row["cause"] &= not located["cause"].startswith(UNKNOWN)
     except RankError as error:
         row["crashed"] = str(error)[-1500:]
@@ -69,9 +80,8 @@ def attempt(place: Place, case: tuple[str, str]) -> Row:
 
 
 def told(row: Row) -> str:
-    marks = " ".join(f"{kind}{'+' if row[kind] else '-'}" for kind in KINDS)
     text = f"\n    step {row['step']}: {row['text']}" if row["found"] else ""
-    return f"{row['name']:<38} {row['precision']:<8} {marks} {row['seconds']:5.1f} s{text}{row.get('crashed', '')}"
+    return f"{row['name']:<38} {row['precision']:<8} {marks(row)} {row['seconds']:5.1f} s{text}{row.get('crashed', '')}"
 
 
 # Layouts without bugs.
@@ -120,124 +130,83 @@ def attempt_right(place: Place, case: tuple[str, str, str, tuple[str, ...]]) -> 
 
 
 def cost(options: argparse.Namespace) -> Row:
-    """Of one check, in plain steps of the same run."""
+    """Of whole rounds, in plain steps of the same run; and of steps of a run without checks, which may have CUDA
+    graphs, beside the plain ones."""
+    ends, warnings = train(options, EVERY, 2 * EVERY + options.rounds * EVERY)
+    seconds = {step: after - before for step, (before, after) in enumerate(pairwise(ends), 2)}
+    # The first round has the start in it; of a second one caches are full.
+    rounds = [[seconds[step] for step in range(at + 1, at + EVERY + 1)] for at in range(2 * EVERY, len(ends), EVERY)]
+    # A round has at most six looks, each of which also makes the next step longer.
+    plain = statistics.median(statistics.median(steps) for steps in rounds)
+    checks = statistics.median(sum(steps) - EVERY * statistics.median(steps) for steps in rounds)
+    row = {"layout": options.time, "model": options.shape or options.model, "set": options.set, "step_seconds": plain}
+    row |= {"round_in_steps": checks / plain, "share": checks / plain / EVERY, "warnings": warnings}
+    if options.beside:
+        ends, _ = train(options, 0, 60)
+        without = statistics.median(after - before for before, after in pairwise(ends[20:]))
+        row |= {"step_seconds_without": without, "longer": (plain + checks / EVERY) / without - 1}
+    return row
+
+
+def train(options: argparse.Namespace, every: int, steps: int) -> tuple[list[float], list[str]]:
+    """When each step ended, and what was warned of."""
     with tempfile.TemporaryDirectory() as folder:
         model = ["--model", options.model]
         if options.shape:
             shape = {**SHAPES[options.shape], "family": "llama", "vocab": VOCABULARY, "rope_theta": 500000.0}
             (Path(folder) / "model.toml").write_text("".join(f"{key} = {json.dumps(x)}\n" for key, x in shape.items()))
             model = ["--model", f"{folder}/model.toml"]
-        every, steps = options.every, options.every * options.periods + 2 * options.every
-        settings = [f"training.steps={steps}", f"checks.every={every}", f"output.folder={folder}/run"]
+        settings = [f"training.steps={steps}", f"checks.every={every}", "checks.share=1", f"output.folder={folder}/run"]
         settings += [f"training.callbacks=python:{Path(__file__).parent / 'clock.py'}:Clock", *options.set]
-        command = [
-            sys.executable,
-            "-c",
-            "from cuboid.cli.main import main; main()",
-            "train",
-            *model,
-            "--layout",
-            options.time,
-        ]
-        command += [word for each in settings for word in ("--set", each)]
+        start = [sys.executable, "-c", "from cuboid.cli.main import main; main()", "train"]
+        command = [*start, *model, "--layout", options.time, *(word for each in settings for word in ("--set", each))]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
         ends = json.loads((Path(folder) / "run" / "clock.json").read_text())
-        warnings = [line for line in (done.stdout + done.stderr).splitlines() if "check:" in line]
-    # Periods end before a checked step: that one, and what it delays, are in the same period.
-    seconds = {step: after - before for step, (before, after) in enumerate(pairwise(ends), 2)}
-    first = 2 * every
-    plain = [seconds[step] for step in seconds if step > first and step % every not in (0, 1)]
-    step = statistics.median(plain)
-    periods = [sum(seconds[at + each] for each in range(every)) for at in range(first, steps - every + 1, every)]
-    check = statistics.median(periods) - every * step
-    row = {"layout": options.time, "model": options.shape or options.model, "set": options.set, "step_seconds": step}
-    return row | {
-        "check_seconds": check,
-        "check_in_steps": check / step,
-        "at_500": check / step / 500,
-        "warnings": warnings,
-    }
+        return ends, [line for line in (done.stdout + done.stderr).splitlines() if "check:" in line]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[""], help="bugs whose name has one of these in it")
-    parser.add_argument("--precision", nargs="*", default=["float64", "bf16", "fp8"])
-    parser.add_argument("--jobs", type=int, default=1, help="so many at once, each on its own share of the cores")
-    parser.add_argument("--part", default="1/1", help="2/3: the second third of them alone")
-    parser.add_argument("--json", type=Path, help="rows are added to this file, one a line")
-    parser.add_argument("--table", type=Path, nargs="*", help="what --json wrote: its table goes into docs/prove.md")
+    parser = options_of(__doc__)
     parser.add_argument("--right", type=int, default=0, help="so many layouts without bugs, in place of the bugs")
     parser.add_argument("--seed", type=int, default=0, help="of these layouts")
-    parser.add_argument("--time", metavar="LAYOUT", help="what a check costs under this layout, in place of the bugs")
+    parser.add_argument("--time", metavar="LAYOUT", help="what checks cost under this layout, in place of the bugs")
     parser.add_argument("--model", default="tiny-llama", help="with --time: what is trained")
     parser.add_argument(
         "--shape", choices=SHAPES, help="with --time: a model of benchmarks/h200.py in place of --model"
     )
     parser.add_argument("--set", nargs="*", default=[], help="with --time: settings of the run")
-    parser.add_argument("--every", type=int, default=5, help="with --time: steps between checks")
-    parser.add_argument("--periods", type=int, default=8, help="with --time: how many checks are measured")
+    parser.add_argument("--rounds", type=int, default=3, help="with --time: how many are measured")
+    parser.add_argument("--beside", action="store_true", help="with --time: also a run without checks")
     options = parser.parse_args()
     if options.table:
-        rewrite([json.loads(line) for path in options.table for line in path.read_text().splitlines()])
+        rewrite(BEGIN, END, table(rows_of(options.table)))
         return 0
     if options.time:
         row = cost(options)
         print(json.dumps(row))
-        if options.json:
-            with options.json.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        add_row(options.json, row)
         return 0
     if options.right:
-        return try_right(options)
+        cases = [right_case(number, options.seed) for number in range(options.right)]
+        found = try_cases(cases, options, attempt_right, json.dumps)
+        alarms, refused = (sum(bool(row.get(name)) for row in found) for name in ("alarms", "refused"))
+        print(f"{len(found)} layouts, {refused} of them refused, {alarms} false alarms")
+        return int(alarms > 0)
     # Those of checkpoints need a second layout, which a training does not have.
-    trained = [name for name, bug in CATALOGUE.items() if not bug.onto]
-    named = [name for name in trained if any(part in name for part in options.only)]
-    wanted = [(name, each) for name in named for each in CATALOGUE[name].precisions if each in options.precision]
-    rows: list[Row] = []
-    for row in tried(part_of(wanted, options.part), options.jobs, attempt):
-        rows.append(row)
-        print(told(row), flush=True)
-        if options.json:
-            with options.json.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    for precision in dict.fromkeys(row["precision"] for row in rows):
-        these = [row for row in rows if row["precision"] == precision]
-        print(f"{precision}: {sum(row['found'] for row in these)} of {len(these)} found")
+    rows = try_cases(cases_of(options, lambda bug: not bug.onto), options, attempt, told)
+    print(table(rows))
     return 0
 
 
-def try_right(options: argparse.Namespace) -> int:
-    cases = [right_case(number, options.seed) for number in range(options.right)]
-    alarms = refused = 0
-    for row in tried(part_of(cases, options.part), options.jobs, attempt_right):
-        alarms, refused = alarms + bool(row["alarms"]), refused + ("refused" in row)
-        print(json.dumps(row), flush=True)
-        if options.json:
-            with options.json.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    print(f"{len(cases)} layouts, {refused} of them refused, {alarms} false alarms")
-    return int(alarms > 0)
-
-
-def rewrite(rows: list[Row]) -> None:
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise SystemExit(f"{PAGE} has no place for the table; put {BEGIN} and {END} where it belongs")
-    lines = ["| precision | bugs | found | module right | pass right | cause right |", "|---|---|---|---|---|---|"]
-    for precision in dict.fromkeys(row["precision"] for row in rows):
-        these = [row for row in rows if row["precision"] == precision]
-        numbers = [str(sum(row[kind] for row in these)) for kind in KINDS]
-        lines.append(f"| {' | '.join([precision, str(len(these)), *numbers])} |")
+def table(rows: list[Row]) -> str:
     missed = dict[str, list[str]]()
     for row in rows:
         if not row["found"]:
             missed.setdefault(row["name"].replace("-", " "), []).append(row["precision"])
     told = "; ".join(f"{name} ({', '.join(precisions)})" for name, precisions in missed.items()) or "none"
-    PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n\nNot found: {told}.\n{END}{after}")
+    return "\n".join([*count_rows(rows), "", f"Not found: {told}.", ""])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cuboid.errors import UserError
 from cuboid.spec.checks import ChecksSpec
 from cuboid.spec.run import OutputSpec, Run
 from cuboid.telemetry.rows import metric_rows
@@ -29,8 +30,8 @@ def checked(run: Run, steps: int, **settings: Any) -> Run:
     return replace(run, training=training, learning_rate=learning_rate, checks=ChecksSpec(**settings))
 
 
-def warnings_of(rank: int, run: Run, bug: str = "") -> list[dict[str, Any]]:
-    """What a training warned of, each with its step; on rank 0."""
+def warnings_of(rank: int, run: Run, bug: str = "", ends: bool = False) -> list[dict[str, Any]]:
+    """What a training warned of, each with its step; on rank 0. `ends`: it may stop because something is wrong."""
     patches = Patches(rank, run)
     with tempfile.TemporaryDirectory() as folder:
         run = replace(run, output=OutputSpec(folder=folder, health=False, count_communication=True))
@@ -46,7 +47,15 @@ def warnings_of(rank: int, run: Run, bug: str = "") -> list[dict[str, Any]]:
             patches.put(Replay, "see_gradients", see)
         try:
             train(run, rank, torch.device("cpu"), quiet=True)
+        except UserError as error:
+            if not ends or "check:" not in str(error):
+                raise
         finally:
             patches.undo()
         rows = metric_rows(Path(folder) / "metrics.jsonl") if rank == 0 else []
     return [{**warning, "step": row["step"]} for row in rows for warning in row.get("warnings", ())]
+
+
+def first_warning_of(rank: int, run: Run, bug: str = "") -> list[dict[str, Any]]:
+    """The same, of a training that ends with it."""
+    return warnings_of(rank, replace(run, checks=replace(run.checks, wrong="stop")), bug, ends=True)
