@@ -21,9 +21,11 @@ class Place(NamedTuple):
     pool: Pool
     cores: tuple[int, ...]
 
-    def run(self, function: str, arguments: tuple[Any, ...], ranks: int, timeout: float) -> Any:
-        """What rank 0 returns. Ranks that say nothing for so many seconds are ended: `RankError`."""
-        return self.pool.run("at_once:pinned", (self.cores, function, arguments), ranks=ranks, timeout=timeout)[0]
+    def run(self, function: str, arguments: tuple[Any, ...], ranks: int, timeout: float, **settings: Any) -> Any:
+        """What rank 0 returns. Ranks that say nothing for so many seconds are ended: `RankError`. `settings`: of
+        `Pool.run`."""
+        pinned = (self.cores, function, arguments)
+        return self.pool.run("at_once:pinned", pinned, ranks=ranks, timeout=timeout, **settings)[0]
 
 
 def pinned(rank: int, cores: tuple[int, ...], function: str, arguments: tuple[Any, ...]) -> Any:

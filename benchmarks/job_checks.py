@@ -23,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -48,11 +50,15 @@ from scored import (
 )
 
 from cuboid.errors import RankError, UserError
+from cuboid.spec.run import Run
+from cuboid.training.checks.turns import ROUND
 from cuboid.training.checks.words import UNKNOWN
 from cuboid.verification.make import verification_run
 from tests.training.checks.jobs import checked
 from tests.verification.bugs.bug import CATALOGUE
 
+DEVICE = {"device": "cpu", "backend": "auto"}
+"""As --device and --backend say."""
 EVERY = 50
 """Steps of a round, both where bugs are looked for and where the time is taken."""
 BEGIN, END = "<!-- written by benchmarks/job_checks.py --table -->", "<!-- end of what it wrote -->"
@@ -63,11 +69,10 @@ def attempt(place: Place, case: Case) -> Row:
     bug, begin = CATALOGUE[name], time.perf_counter()
     # A round in the middle of a run: no step is looked at because the run has just begun. Of tiny models checks take
     # more than a hundredth of the time, for which longer rounds would make up.
-    run = checked(bug.run(precision), EVERY, every=EVERY, first=0, share=1.0)
+    run = placed(checked(bug.run(precision), EVERY, every=EVERY, first=0, share=1.0))
     row: Row = {"name": name, "precision": precision, **dict.fromkeys(KINDS, False)}
     try:
-        ranks = run.layout.world_size
-        warnings = place.run("tests.training.checks.jobs:first_warning_of", (run, name), ranks, LIMIT)
+        warnings = warned(place, "first_warning_of", run, name)
         if warnings:
             row |= {"found": True, "step": warnings[0]["step"], "text": warnings[0]["text"]}
             located = warnings[0]["located"]
@@ -77,6 +82,16 @@ def attempt(place: Place, case: Case) -> Row:
     except RankError as error:
         row["crashed"] = str(error)[-1500:]
     return row | {"seconds": round(time.perf_counter() - begin, 1)}
+
+
+def placed(run: Run) -> Run:
+    return replace(run, training=replace(run.training, device=DEVICE["device"], backend=DEVICE["backend"]))
+
+
+def warned(place: Place, job: str, run: Run, *more: str) -> list[dict[str, Any]]:
+    arguments = (f"tests.training.checks.jobs:{job}", (run, *more), run.layout.world_size, LIMIT)
+    found: list[dict[str, Any]] = place.run(*arguments, **DEVICE)
+    return found
 
 
 def told(row: Row) -> str:
@@ -119,9 +134,8 @@ def attempt_right(place: Place, case: tuple[str, str, str, tuple[str, ...]]) -> 
     model, layout, precision, settings = case
     row: Row = {"model": model, "layout": layout, "precision": precision, "settings": settings, "begin": time.time()}
     try:
-        run = checked(verification_run(layout, model, settings, dtype=precision), 6, every=3)
-        found = place.run("tests.training.checks.jobs:warnings_of", (run,), run.layout.world_size, LIMIT)
-        return row | {"alarms": [warning["text"] for warning in found]}
+        run = placed(checked(verification_run(layout, model, settings, dtype=precision), 14, every=6, share=1.0))
+        return row | {"alarms": [warning["text"] for warning in warned(place, "warnings_of", run)]}
     except (RankError, UserError) as error:
         return row | {"alarms": [], "refused": str(error)[-1500:]}
 
@@ -132,14 +146,17 @@ def attempt_right(place: Place, case: tuple[str, str, str, tuple[str, ...]]) -> 
 def cost(options: argparse.Namespace) -> Row:
     """Of whole rounds, in plain steps of the same run; and of steps of a run without checks, which may have CUDA
     graphs, beside the plain ones."""
-    ends, warnings = train(options, EVERY, 2 * EVERY + options.rounds * EVERY)
+    ends, warnings = train(options, EVERY, EVERY + options.rounds * EVERY)
     seconds = {step: after - before for step, (before, after) in enumerate(pairwise(ends), 2)}
-    # The first round has the start in it; of a second one caches are full.
-    rounds = [[seconds[step] for step in range(at + 1, at + EVERY + 1)] for at in range(2 * EVERY, len(ends), EVERY)]
-    # A round has at most six looks, each of which also makes the next step longer.
-    plain = statistics.median(statistics.median(steps) for steps in rounds)
-    checks = statistics.median(sum(steps) - EVERY * statistics.median(steps) for steps in rounds)
+    # The first round has the start in it. A look makes the next step longer, or shorter where it waited for the device.
+    rounds = range(EVERY, len(ends), EVERY)
+    looks = [place * EVERY // len(ROUND) + 1 for place in range(len(ROUND))]
+    looked = {at + look + after for at in rounds for look in looks for after in (0, 1)}
+    plain = statistics.median(seconds[step] for step in seconds if step > EVERY and step not in looked)
+    pairs = [[seconds[at + look] + seconds[at + look + 1] - 2 * plain for at in rounds] for look in looks]
+    checks = sum(map(statistics.median, pairs))
     row = {"layout": options.time, "model": options.shape or options.model, "set": options.set, "step_seconds": plain}
+    row |= {"looks_in_steps": [round(statistics.median(each) / plain, 4) for each in pairs]}
     row |= {"round_in_steps": checks / plain, "share": checks / plain / EVERY, "warnings": warnings}
     if options.beside:
         ends, _ = train(options, 0, 60)
@@ -170,16 +187,20 @@ def train(options: argparse.Namespace, every: int, steps: int) -> tuple[list[flo
 def main() -> int:
     parser = options_of(__doc__)
     parser.add_argument("--right", type=int, default=0, help="so many layouts without bugs, in place of the bugs")
+    parser.add_argument("--layouts", nargs="*", default=[], help="the same of these; model:layout where not tiny-llama")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of bugs and layouts")
+    parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto")
     parser.add_argument("--seed", type=int, default=0, help="of these layouts")
     parser.add_argument("--time", metavar="LAYOUT", help="what checks cost under this layout, in place of the bugs")
     parser.add_argument("--model", default="tiny-llama", help="with --time: what is trained")
     parser.add_argument(
         "--shape", choices=SHAPES, help="with --time: a model of benchmarks/h200.py in place of --model"
     )
-    parser.add_argument("--set", nargs="*", default=[], help="with --time: settings of the run")
+    parser.add_argument("--set", nargs="*", default=[], help="with --time, --layouts: settings of the run")
     parser.add_argument("--rounds", type=int, default=3, help="with --time: how many are measured")
     parser.add_argument("--beside", action="store_true", help="with --time: also a run without checks")
     options = parser.parse_args()
+    DEVICE.update(device=options.device, backend=options.backend)
     if options.table:
         rewrite(BEGIN, END, table(rows_of(options.table)))
         return 0
@@ -188,8 +209,12 @@ def main() -> int:
         print(json.dumps(row))
         add_row(options.json, row)
         return 0
-    if options.right:
+    if options.right or options.layouts:
         cases = [right_case(number, options.seed) for number in range(options.right)]
+        for layout in options.layouts:
+            model, _, rest = layout.rpartition(":")
+            drawn = tuple(options.set)
+            cases += [(model or "tiny-llama", rest, each, drawn) for each in options.precision if each != "fp8"]
         found = try_cases(cases, options, attempt_right, json.dumps)
         alarms, refused = (sum(bool(row.get(name)) for row in found) for name in ("alarms", "refused"))
         print(f"{len(found)} layouts, {refused} of them refused, {alarms} false alarms")

@@ -93,6 +93,7 @@ class Checks(Callback):
 
         def see(result: StepResult) -> str:
             if result.is_finite:
+                begin = perf_counter()
                 ledger = self._engine.ledger
                 counted = {} if ledger is None else dict(ledger.entries)
                 for check in self._looking():
@@ -100,6 +101,10 @@ class Checks(Callback):
                 if ledger is not None:
                     ledger.entries = counted  # what a check communicates is no part of a step
                 self._looked_at = step
+                if self._engine.device.type == "cuda":  # which times steps without what comes before an update
+                    torch.cuda.synchronize()
+                    if self._look is not None and self._look.blocks is not None:
+                        self._clock.add(perf_counter() - begin)
             return ""
 
         return see
@@ -126,11 +131,12 @@ class Checks(Callback):
             return
         begin = perf_counter()
         found = [each for check in self._looking() for each in check.judge(self._engine, trainer.optimizer, step)]
-        if self._turns.begins_with(step):
+        if self._turns.begins_with(step) and look.blocks is not None:
             self._turns.length = self._agreed(self._clock.next_length())
         if self._engine.ledger is not None:
             self._engine.ledger.take()  # no part of a step
-        self._clock.add(perf_counter() - begin)
+        if look.blocks is not None:
+            self._clock.add(perf_counter() - begin)
         trainer.start_clock()
         names = {(each.tensor, each.where) for each in found}
         if look.blocks is None or step == trainer.run.training.steps:

@@ -86,27 +86,31 @@ class Clock:
         self._spec = spec
         self._plain: deque[float] = deque(maxlen=100)
         self._looked: list[float] = []
+        self._beside = 0.0
+        """Of checks, between steps."""
         self._rounds: deque[float] = deque(maxlen=REMEMBERED)
-        self._was_looked_at = 0
+        self._last = 0
+        """The step that was looked at last."""
 
     def note(self, step: int, seconds: float, look: Look | None) -> None:
         if look is not None:
-            self._was_looked_at = step
-        if look is None and step != self._was_looked_at + 1:
+            self._last = step
+        if step not in (self._last, self._last + 1):
             self._plain.append(seconds)
-        elif look is None or look.blocks is not None:  # what a start costs comes once
+        elif look is None or look.blocks is not None:  # what a start takes comes once
             self._looked.append(seconds)
 
     def add(self, seconds: float) -> None:
-        """Of a look, after its step."""
-        if self._looked:
-            self._looked[-1] += seconds
+        """What is no part of a step."""
+        self._beside += seconds
 
     def next_length(self) -> int:
-        """Of the round that begins: as many steps as keep checks below their share of the time."""
-        looked, self._looked = self._looked, []
-        if len(self._plain) < 2 or not looked:
+        """Of the round that begins, in steps: as many as keep checks below their share of the time."""
+        if self._looked and self._plain:
+            step = median(self._plain)
+            more = sum(self._looked) - len(self._looked) * step + self._beside
+            self._rounds.append(more / step)
+        self._looked, self._beside = [], 0.0
+        if not self._rounds:
             return self._spec.every
-        step = median(self._plain)
-        self._rounds.append(max(sum(looked) - len(looked) * step, 0.0) / step)
         return max(self._spec.every, math.ceil(median(self._rounds) / self._spec.share))

@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cuboid.errors import UserError
+from cuboid.parallel.device import joined_device
 from cuboid.spec.checks import ChecksSpec
 from cuboid.spec.run import OutputSpec, Run
 from cuboid.telemetry.rows import metric_rows
@@ -46,7 +45,7 @@ def warnings_of(rank: int, run: Run, bug: str = "", ends: bool = False) -> list[
 
             patches.put(Replay, "see_gradients", see)
         try:
-            train(run, rank, torch.device("cpu"), quiet=True)
+            train(run, rank, joined_device(run.training.device), quiet=True)
         except UserError as error:
             if not ends or "check:" not in str(error):
                 raise
