@@ -78,7 +78,7 @@ def deviations(
     alone: set[int] | None = None,
 ) -> list[Deviation]:
     """Every rank calls this, between steps; all get the same answer. `sees`: the units that are compared; default: all.
-    `alone`: keys of what no other rank has, which are found and then left out."""
+    `alone`: keys of what no other rank has, which are found and omitted from then on."""
     world = engine.groups.world
     if world.handle is None:
         return []

@@ -103,7 +103,7 @@ class Checks(Callback):
                 self._looked_at = step
                 if self._engine.device.type == "cuda":  # which times steps without what comes before an update
                     torch.cuda.synchronize()
-                    if self._look is not None and self._look.blocks is not None:
+                    if self._look is not None and not self._look.is_whole:
                         self._clock.add(perf_counter() - begin)
             return ""
 
@@ -131,15 +131,15 @@ class Checks(Callback):
             return
         begin = perf_counter()
         found = [each for check in self._looking() for each in check.judge(self._engine, trainer.optimizer, step)]
-        if self._turns.begins_with(step) and look.blocks is not None:
+        if self._turns.begins_with(step) and not look.is_whole:
             self._turns.length = self._agreed(self._clock.next_length())
         if self._engine.ledger is not None:
             self._engine.ledger.take()  # no part of a step
-        if look.blocks is not None:
+        if not look.is_whole:
             self._clock.add(perf_counter() - begin)
         trainer.start_clock()
         names = {(each.tensor, each.where) for each in found}
-        if look.blocks is None or step == trainer.run.training.steps:
+        if look.is_whole or step == trainer.run.training.steps:
             found, self._suspects = self._suspects + found, []
             if found:
                 self._tell(trainer, step, found)

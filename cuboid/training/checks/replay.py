@@ -31,7 +31,7 @@ from cuboid.spec.training import ProfileSpec
 from cuboid.training.checks.check import from_all, when_there, wrap
 from cuboid.training.checks.everywhere import Everywhere, Rows
 from cuboid.training.checks.passes import Current
-from cuboid.training.checks.replayed_segments import inside_of, replayed_in_turn, segments_of
+from cuboid.training.checks.replayed_segments import Rotation, inside_of, segments_of
 from cuboid.training.checks.sequences import Sequences
 from cuboid.training.checks.sketch import NUMBERS, sketch
 from cuboid.training.checks.turns import Look
@@ -118,7 +118,7 @@ class Replay:
         self._sequences, self._weights = Sequences(engine), WholeWeights(engine)
         self._tell = Everywhere(engine)
         self._undo: list[Callable[[], None]] = []
-        self._segments = replayed_in_turn(engine)
+        self._rotation = Rotation(engine)
         self._found: list[Located] = []
         self._rows: Rows = {}
         self._told: list[Rows] = []
@@ -136,9 +136,11 @@ class Replay:
         self._segment: Segment | None = None
         self._batch: tuple[MicroBatch, RankBatch] | None = None
         self._made = 0
-        if self._segments:
-            name = self._segments[self._turn % len(self._segments)]
-            self._micro_batch = self._turn % min(map(run.micro_batches_of, range(run.layout.dp)))
+        name = self._rotation.at(self._turn)
+        if name is not None:
+            # Shifted by one when all have been: an end, whose turns are even or odd, would only see such ones.
+            count = min(map(run.micro_batches_of, range(run.layout.dp)))
+            self._micro_batch = (self._turn + self._turn // count) % count
             self._segment = next(each for each in segments_of(engine) if each.name == name)
             self._attach(self._segment)
         self._turn += 1

@@ -43,16 +43,21 @@ def segments_of(engine: Engine) -> list[Segment]:
     return [segment for stage in engine.pipeline.stages.values() for segment in stage.segments]
 
 
-def _in_turn(engine: Engine) -> list[str]:
-    """A block first, then what stands at the ends, then the others: what is wrong in one block is mostly so in all."""
-    names = [segment.name for segment in segments_of(engine)]
-    blocks = [name for name in names if name.startswith("layers.")]
-    ends = [name for name in ("head", "embedding") if name in names]
-    return [*blocks[:1], *ends, *blocks[1:]]
+class Rotation:
+    """The blocks of a rank's stages in turn, with head and embedding between them where they are here."""
 
+    def __init__(self, engine: Engine) -> None:
+        names = [segment.name for segment in segments_of(engine) if _is_replayed(engine, segment.name)]
+        self._blocks = [name for name in names if name.startswith("layers.")]
+        self._ends = [name for name in ("head", "embedding") if name in names]
 
-def replayed_in_turn(engine: Engine) -> list[str]:
-    return [name for name in _in_turn(engine) if _is_replayed(engine, name)]
+    def at(self, turn: int) -> str | None:
+        """Every other turn is an end's, if there is one."""
+        if not self._ends:
+            return self._blocks[turn % len(self._blocks)] if self._blocks else None
+        if turn % 2 or not self._blocks:
+            return self._ends[turn // 2 % len(self._ends)]
+        return self._blocks[turn // 2 % len(self._blocks)]
 
 
 def _is_replayed(engine: Engine, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Whose turn it is: in a round of steps each check comes once and a replay three times, spread over the round, so that
+"""Whose turn it is: in a round of steps each check comes once and a replay four times, spread over the round, so that
 no step is much longer than the others; a few blocks of each stage take part, others in the next round.
 
 What comes from a checkpoint, or with another layout, is new: the steps after a start are looked at by all checks. So is
@@ -15,7 +15,15 @@ from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.zero import Unit
 from cuboid.spec.checks import ChecksSpec
 
-ROUND = (("data", "passes"), ("replay",), ("sums",), ("replay",), ("updates", "matrices", "copies"), ("replay",))
+ROUND = (
+    ("data", "passes"),
+    ("replay",),
+    ("sums",),
+    ("replay",),
+    ("updates", "matrices", "copies"),
+    ("replay",),
+    ("replay",),
+)
 BLOCKS = 2
 """Of each stage, that a round looks at."""
 REMEMBERED = 8
@@ -35,6 +43,10 @@ class Look:
     again: bool = False
     """Whether it looks at what was looked at last."""
 
+    @property
+    def is_whole(self) -> bool:
+        return self.blocks is None
+
     def sees(self, unit: Unit) -> bool:
         if self.blocks is None or not unit.name.startswith("layers."):
             return True
@@ -51,7 +63,7 @@ class Turns:
         self._places = [names for names in made if names]
         self._rounds = done // spec.every
         self.length = spec.every
-        """Of the round that is under way, in steps."""
+        """Of this round, in steps."""
         self.start_again(done)
 
     def start_again(self, done: int) -> None:
@@ -97,7 +109,7 @@ class Clock:
             self._last = step
         if step not in (self._last, self._last + 1):
             self._plain.append(seconds)
-        elif look is None or look.blocks is not None:  # what a start takes comes once
+        elif look is None or not look.is_whole:  # what a start takes comes once
             self._looked.append(seconds)
 
     def add(self, seconds: float) -> None:
