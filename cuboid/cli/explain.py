@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cuboid.cli.plan_islands import explain_islands
+from cuboid.cli.plan_mixed import explain_mixed, mixed_of
 from cuboid.errors import UserError
 from cuboid.planning.explain import Explanation, explain, sections
 from cuboid.planning.island_file import load_any_plan
@@ -55,6 +56,9 @@ def command(
     Example: cuboid explain plan.toml
     Example: cuboid explain llama3-70b h100x64 --layout dp=4,tp=8,pp=2 --global-batch 64 --seq 4096 --precision fp8
     """
+    if mixed := mixed_of(plan, cluster, layout):
+        explain_mixed(mixed, as_json)
+        return
     if islands := islands_of(plan, cluster, island):
         explain_islands(islands, as_json)
         return

@@ -77,21 +77,31 @@ def command(
     islands: Annotated[
         str | None, typer.Option(help="On a file of groups: decide fields of [islands], as in every=64,bits=4.")
     ] = None,
+    one_job: Annotated[
+        bool,
+        typer.Option(
+            "--one-job", help="On a file of groups: one job over all, stages and replicas by kind; no islands."
+        ),
+    ] = False,
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Also say what faster links, more memory or another GPU would buy.")
     ] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the best plan as a run file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Find the best layouts of a model on a cluster. A file of several groups: one training with an island on each.
+    """Find the best layouts of a model on a cluster. A file of several groups: one training with an island on each, or
+    one job over all of them.
 
     Example: cuboid plan gpt3-175b a100-80gx1024 --global-batch 1536 --seq 2048 -o plan.toml
+    Example: cuboid plan llama3-8b ours.toml --one-job --global-batch 256 --seq 4096 -o plan.toml
     Example: cuboid plan llama3-70b h100x8 --for generate --prompt-tokens 1024 --output-tokens 256
     """
     groups = load_groups(cluster)
     several = len(groups.groups) > 1
     if several:
         _check_groups(groups, cluster, purpose, for_engine, engine, objective)
+    elif one_job:
+        raise UserError(f"--one-job is for a cluster file with several groups; {cluster} has one")
     elif islands:
         raise UserError(f"--islands {islands} is for a cluster file with several groups; {cluster} has one")
     prices = _asks_for_prices(groups, objective, tokens, deadline, budget, front)
@@ -137,6 +147,11 @@ def command(
             objective=objective or "time", tokens=tokens, budget=budget, deadline=deadline, output=output, picture=front
         )
         answer_offers(groups, ask, global_batch, wanted, as_json)
+        return
+    if one_job:
+        from cuboid.cli import plan_mixed
+
+        plan_mixed.answer(plan_mixed.plan_one_job(groups, ask, global_batch), output, tokens, as_json)
         return
     if several:
         changes = None

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from cuboid.cli.explain import asked, islands_of
+from cuboid.cli.plan_mixed import mixed_of, simulate_mixed
 from cuboid.cost.rounds import summary
 from cuboid.errors import UserError
 from cuboid.planning import island_picture
@@ -50,6 +51,9 @@ def command(
     Example: cuboid simulate plan.toml --trace trace.json --picture step.svg
     Example: cuboid simulate llama3-8b h100x64 --layout dp=8,tp=2,pp=4 --global-batch 256 --seq 8192
     """
+    if mixed := mixed_of(plan, cluster, layout):
+        simulate_mixed(mixed, micro_batches, width, as_json)
+        return
     if islands := islands_of(plan, cluster, island):
         _simulate_islands(islands, trace, picture, width, as_json)
         return

@@ -17,7 +17,7 @@ from cuboid.cost.rounds import IslandTimes, Prediction, Timeline, endless, round
 from cuboid.errors import UserError
 from cuboid.planning.choose import SIMULATED, fastest, resized_search, with_reasons
 from cuboid.planning.island_links import Paths, Sent, fragment_bytes, sent_between
-from cuboid.planning.mixed import mixed_job
+from cuboid.planning.mixed_search import mixed_job
 from cuboid.planning.plan import Plan
 from cuboid.planning.question import Question
 from cuboid.planning.search import search

@@ -1,135 +1,323 @@
-"""One job over groups of different accelerators: data parallelism across them, tensor parallelism inside nodes, and
-each replica a part of the batch by its speed (`batch_weights`).
+"""What one job over groups of different accelerators takes: seconds and memory of each pipeline rank of each replica,
+by the costs of the kind that it sits on.
 
-Ranks fill the groups in the order of the file, so with pp=1 the first replicas are those of the first group. A replica
-takes a + b · n for n micro-batches, by the costs of its own kind; gradients and parameters cross the links between
-sites once, which nothing is taken to hide. No such job was measured beside this sum."""
+Replicas that run through the same groups make a line. A line may stay in one group, or have its first stages on one
+kind and its last ones on another; all lines have the same layers per stage, because gradients are summed by stages.
+Tensor ranks are always of one group. Messages and gradients that leave a group share the link that the cluster file
+names; nothing is taken to hide the sum of gradients there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
-from cuboid.errors import UserError
+from cuboid.cost.inputs import Jobs, Shape, single
+from cuboid.cost.layers import transfer_bytes
+from cuboid.cost.sharding import rank_parameters
 from cuboid.planning.question import Question
+from cuboid.planning.refine import StageSeconds, memory_table, short_counts, stage_seconds
 from cuboid.planning.score import score
 from cuboid.planning.space import Space
-from cuboid.spec.cluster import ClusterSpec
-from cuboid.spec.groups import Group, Groups
-from cuboid.spec.layout import RECOMPUTE, Layout
+from cuboid.planning.stages import Held, held
+from cuboid.schedule.schedules import make_schedule
+from cuboid.schedule.simulate import StageCosts, Timeline, simulate
+from cuboid.spec.groups import Groups
+from cuboid.spec.layout import Layout
 
-LARGEST_WEIGHT = 8
-"""The most times as much that one replica takes as another."""
-MICRO_BATCHES = (1, 2, 4, 8)
-SENT = 4.0 + 2.0
-"""Bytes of each parameter over a link: its gradient one way, the parameter the other."""
-SOME, MORE = 8, 16
-"""Sequences of each accelerator, in micro-batches, from whose times a and b are taken."""
-Kind = tuple[int, int, str]
-"""Tensor ranks, sequences of a micro-batch, recomputation."""
-Line = tuple[float, float]
-"""a and b."""
+ONCE = {0: 8.0, 1: 6.0, 2: 2.0, 3: 0.0}
+"""ZeRO stage -> bytes of each parameter that cross a link in a step: gradients in float32, parameters in 16 bits."""
+EACH_TIME = {0: 0.0, 1: 0.0, 2: 4.0, 3: 8.0}
+"""… and in each micro-batch."""
 
 
 @dataclass(frozen=True)
+class Line:
+    """Replicas that run through the same groups."""
+
+    groups: tuple[int, ...]
+    """Of each pipeline rank, by its place in the file."""
+    replicas: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """One pipeline rank of the replicas of a line."""
+
+    line: int
+    rank: int
+    """In the pipeline."""
+    group: str
+    replicas: int
+    layers: int
+    micro_batches: int
+    sequences: int
+    """Of a micro-batch."""
+    seconds: float
+    """Of a micro-batch, forward and backward."""
+    idle: float
+    """The fraction of a step in which it computes nothing."""
+    memory: float
+    """Bytes at its fullest."""
+    room: float
+    """Bytes that it may hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MixedJob:
     layout: Layout
-    step_seconds: float
-    tokens_per_second: float
-    waiting: float
-    """The fraction of a step for which the replicas that are done first wait."""
+    lines: tuple[Line, ...]
+    seats: tuple[Seat, ...]
+    spans: tuple[float, ...]
+    """Of each line: seconds until its micro-batches are done."""
+    gradients: float
+    """Seconds in which gradients and parameters travel within groups."""
+    crossing: float
+    """… and between them."""
+    update: float
+    tokens: int
+    """Of a step."""
+
+    @property
+    def step_seconds(self) -> float:
+        return max(self.spans) + self.gradients + self.crossing + self.update
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step_seconds
+
+    @property
+    def waiting(self) -> float:
+        """The fraction of the passes for which the line that is done first waits."""
+        return 1 - min(self.spans) / max(self.spans)
+
+    @property
+    def fits(self) -> bool:
+        return all(seat.memory <= seat.room for seat in self.seats)
+
+    def order(self) -> list[int]:
+        """The group of every rank."""
+        return rank_groups(self.lines, self.layout)
 
 
-def mixed_job(groups: Groups, questions: Sequence[Question], global_batch: int) -> MixedJob | None:
-    """The fastest; None where none fits. `questions`: about each group, in order."""
-    best: MixedJob | None = None
-    crossing = _crossing(groups, questions[0])
-    known: dict[ClusterSpec, dict[Kind, Line]] = {}
-    for question in questions:
-        like = replace(question.cluster, name="")
-        if like not in known:
-            known[like] = _lines(question, _tensor(groups.groups))
-    of_groups = [known[replace(question.cluster, name="")] for question in questions]
-    for kind in of_groups[0]:
-        tp, micro_batch, _ = kind
-        if global_batch % micro_batch or any(kind not in lines for lines in of_groups):
-            continue
-        replicas = [group.cluster.accelerators // tp for group in groups.groups]
-        for weights, times in _shares([lines[kind] for lines in of_groups], replicas, global_batch // micro_batch):
-            seconds = max(times) + crossing
-            if best is not None and seconds >= best.step_seconds:
-                continue
-            each = tuple(weight for weight, count in zip(weights, replicas, strict=True) for _ in range(count))
-            layout = _layout(kind, sum(replicas), each)
-            rate = global_batch * questions[0].sequence / seconds
-            best = MixedJob(layout, seconds, rate, 1 - min(times) / max(times))
-    return best
+def rank_groups(lines: Sequence[Line], layout: Layout) -> list[int]:
+    """The group of every rank: lines in their order within each stage."""
+    each = layout.cp * layout.tp
+    return [line.groups[stage] for stage in range(layout.pp) for line in lines for _ in range(line.replicas * each)]
 
 
-def _layout(kind: Kind, replicas: int, weights: tuple[int, ...] = ()) -> Layout:
-    tp, micro_batch, recompute = kind
-    fixed: dict[str, Any] = {"tp": tp, "micro_batch": micro_batch, "recompute": recompute}
-    return Layout(dp=replicas, zero=1, batch_weights=weights, **fixed)
+@dataclass(frozen=True)
+class Machines:
+    """The groups with what is asked of each."""
+
+    groups: Groups
+    questions: tuple[Question, ...]
+
+    @property
+    def first(self) -> Question:
+        return self.questions[0]
+
+    @cached_property
+    def names(self) -> list[str]:
+        return [group.name for group in self.groups.groups]
+
+    def link(self, one: int, other: int) -> tuple[float, float]:
+        """Bytes a second in each direction, and seconds of a message without any bytes."""
+        here, there = self.groups.groups[one], self.groups.groups[other]
+        link = self.groups.link(here, there)
+        rates = [link.rate]
+        if here.site != there.site:
+            rates += [rate for group in (here, there) if (rate := self.groups.uplink(group)) is not None]
+        return min(rates), link.latency
 
 
-def _tensor(groups: Sequence[Group]) -> list[int]:
-    """Degrees that stay inside the nodes of all groups."""
-    return [tp for tp in (1, 2, 4, 8) if all(group.cluster.accelerators_per_node % tp == 0 for group in groups)]
+def predict_mixed(machines: Machines, layout: Layout, lines: Sequence[Line]) -> MixedJob:
+    """A layout whose replicas are those of the lines, in order."""
+    question = machines.first
+    part = held(question.model, layout, question.sequence)
+    sent = _message_bytes(question, layout)
+    crossings = _all_hops(lines, part)
+    spans, rows, data, update, first = [], [], [0.0], [0.0], 0
+    for line in lines:
+        alike, batch = layout.as_replica(first, question.global_batch)
+        asked = {group: replace(machines.questions[group], global_batch=batch) for group in set(line.groups)}
+        known = {group: stage_seconds(each, alike) for group, each in asked.items()}
+        share = _share(layout, first)
+        tables = {group: memory_table(each, alike, share) for group, each in asked.items()}
+        count = batch // (alike.dp * alike.micro_batch)
+        costs = _costs(line, part, known)
+        delays = _delays(machines, line, part, known, crossings, sent * layout.micro_batch_of(first))
+        spans.append(max(_span(alike, costs, delays, count), count * _busiest_link(machines, crossings, sent)))
+        for each in asked.values():
+            parts = score(each, Space.of([alike], each)).parts
+            data.append(float(parts["data"][0]))
+            update.append(float(parts["optimizer"][0]))
+        totals = np.array(costs.forward) + np.array(costs.input_backward) + np.array(costs.weight_backward)
+        rows.append((line, alike, count, part.by_rank(totals), asked, tables))
+        first += line.replicas
+    crossing = _crossing(machines, layout, lines, part)
+    step = max(spans) + max(data) + crossing + max(update)
+    seats = [
+        Seat(
+            line=place,
+            rank=rank,
+            group=machines.names[group],
+            replicas=line.replicas,
+            layers=int(part.layers[rank]),
+            micro_batches=count,
+            sequences=alike.micro_batch,
+            seconds=float(each[rank]),
+            idle=max(1 - count * float(each[rank]) / step, 0.0),
+            memory=sum(tables[group][rank].values()),
+            room=asked[group].limit,
+        )
+        for place, (line, alike, count, each, asked, tables) in enumerate(rows)
+        for rank, group in enumerate(line.groups)
+    ]
+    return MixedJob(
+        layout=layout,
+        lines=tuple(lines),
+        seats=tuple(seats),
+        spans=tuple(spans),
+        gradients=max(data),
+        crossing=crossing,
+        update=max(update),
+        tokens=question.global_batch * question.sequence,
+    )
 
 
-def _lines(question: Question, tensor: Sequence[int]) -> dict[Kind, Line]:
-    """Of those that fit one kind of accelerators and can be trained."""
-    found: dict[Kind, Line] = {}
-    for micro_batch in MICRO_BATCHES:
-        kinds = []
-        for tp, recompute in product(tensor, RECOMPUTE):
-            kind = (tp, micro_batch, recompute)
-            try:
-                layout = _layout(kind, question.cluster.accelerators // tp)
-            except UserError:
-                continue
-            decided = all(getattr(layout, name) == value for name, value in question.fixed.items())
-            if decided and not question.untrainable(layout):
-                kinds.append((kind, layout))
-        if not kinds:
-            continue
-        times, fits = [], np.ones(len(kinds), dtype=bool)
-        for count in (SOME, MORE):
-            asked = replace(question, global_batch=question.cluster.accelerators * micro_batch * count)
-            scores = score(asked, Space.of([layout for _, layout in kinds], asked))
-            times.append(scores.seconds)
-            fits &= scores.fits
-        for place, ((tp, *_), _) in enumerate(kinds):
-            slope = float(times[1][place] - times[0][place]) / ((MORE - SOME) * tp)
-            if fits[place]:
-                found[kinds[place][0]] = (max(float(times[0][place]) - SOME * tp * slope, 0.0), slope)
+def line_timeline(machines: Machines, job: MixedJob, place: int, count: int) -> Timeline:
+    """So many micro-batches of a replica of one line."""
+    layout, line, question = job.layout, job.lines[place], machines.first
+    first = sum(each.replicas for each in job.lines[:place])
+    part, sent = held(question.model, layout, question.sequence), _message_bytes(question, layout)
+    alike, batch = layout.as_replica(first, question.global_batch)
+    known = {
+        group: stage_seconds(replace(machines.questions[group], global_batch=batch), alike)
+        for group in set(line.groups)
+    }
+    crossings = _all_hops(job.lines, part)
+    delays = _delays(machines, line, part, known, crossings, sent * layout.micro_batch_of(first))
+    return simulate(make_schedule(layout.schedule, layout.pp, count, layout.vpp), _costs(line, part, known), delays)
+
+
+def _all_hops(lines: Sequence[Line], part: Held) -> Counter[tuple[int, int]]:
+    """How many replicas send from one group to another, forward."""
+    found: Counter[tuple[int, int]] = Counter()
+    for line in lines:
+        for pair in _hops(line, part):
+            found[pair] += line.replicas
     return found
 
 
-def _shares(
-    lines: Sequence[Line], replicas: Sequence[int], micro_batches: int
-) -> Iterator[tuple[tuple[int, ...], list[float]]]:
-    """Weights that divide the batch, and seconds of each kind with them. The fastest kind has a weight that others are
-    parts of: so few are tried."""
-    wanted = [1 / slope if slope else 1.0 for _, slope in lines]
-    for most in range(1, LARGEST_WEIGHT + 1):
-        weights = tuple(max(1, round(most * each / max(wanted))) for each in wanted)
-        parts = sum(weight * count for weight, count in zip(weights, replicas, strict=True))
-        if micro_batches % parts:
+def _share(layout: Layout, replica: int) -> float:
+    """What it keeps of what ZeRO splits, over the mean."""
+    if not layout.shard_weights:
+        return 1.0
+    return layout.shard_weight_of(replica) * layout.shard_size / sum(layout.shard_weights)
+
+
+def _hops(line: Line, part: Held) -> list[tuple[int, int]]:
+    """Pairs of groups between which the messages of a micro-batch cross, forward."""
+    steps = [(line.groups[one], line.groups[other]) for one, other in pairwise(part.rank)]
+    return [(one, other) for one, other in steps if one != other]
+
+
+def _message_bytes(question: Question, layout: Layout) -> float:
+    """Of one sequence of a replica, all of its tensor ranks together."""
+    alone = layout.changed(batch_weights=(), micro_batch=1)
+    jobs = Jobs.of([alone], global_batch=alone.batch_unit, sequence=question.sequence)
+    each = single(transfer_bytes(Shape.of(question.model), jobs, question.profile))
+    return each * (layout.tp if layout.sequence_parallel else 1) * layout.cp
+
+
+def _costs(line: Line, part: Held, known: dict[int, StageSeconds]) -> StageCosts:
+    costs = [known[line.groups[rank]].costs for rank in part.rank]
+    return StageCosts(
+        forward=tuple(each.forward[stage] for stage, each in enumerate(costs)),
+        input_backward=tuple(each.input_backward[stage] for stage, each in enumerate(costs)),
+        weight_backward=tuple(each.weight_backward[stage] for stage, each in enumerate(costs)),
+    )
+
+
+def _delays(
+    machines: Machines,
+    line: Line,
+    part: Held,
+    known: dict[int, StageSeconds],
+    crossings: Counter[tuple[int, int]],
+    sent: float,
+) -> list[float]:
+    """Seconds of a message between each two stages; those of all replicas cross a link at once."""
+    found = []
+    for one, other in pairwise(part.rank):
+        here, there = line.groups[one], line.groups[other]
+        if here == there:
+            found.append(known[here].message if one != other else 0.0)
             continue
-        times = [
-            start + slope * weight * (micro_batches // parts)
-            for (start, slope), weight in zip(lines, weights, strict=True)
-        ]
-        yield weights, times
+        rate, latency = machines.link(here, there)
+        found.append(crossings[here, there] * sent / rate + latency)
+    return found
 
 
-def _crossing(groups: Groups, question: Question) -> float:
-    """Seconds in which gradients and parameters cross the slowest link."""
-    rates = [link.rate for link in groups.links]
-    rates += [rate for group in groups.groups if (rate := groups.uplink(group)) is not None]
-    return SENT * question.model.parameters / min(rates) + 2 * max(link.latency for link in groups.links)
+def _busiest_link(machines: Machines, crossings: Counter[tuple[int, int]], sent: float) -> float:
+    """Seconds for which the messages of a micro-batch of every replica fill a link in one direction: activations go
+    forward, gradients back."""
+    both = crossings + Counter({(other, one): count for (one, other), count in crossings.items()})
+    return max((count * sent / machines.link(*pair)[0] for pair, count in both.items()), default=0.0)
+
+
+def _span(layout: Layout, costs: StageCosts, delays: list[float], count: int) -> float:
+    """Seconds of so many micro-batches, by the schedule's own table."""
+    busiest = _busiest(layout, costs)
+    if layout.stages == 1:
+        return count * busiest
+    low, high = short_counts(layout.pp, count, layout.schedule == "gpipe")
+
+    def span(some: int) -> float:
+        return simulate(make_schedule(layout.schedule, layout.pp, some, layout.vpp), costs, delays).makespan
+
+    short = span(low)
+    if high == low:
+        return short
+    longer = span(high)
+    return longer + max((longer - short) / (high - low), busiest) * (count - high)
+
+
+def _busiest(layout: Layout, costs: StageCosts) -> float:
+    totals = np.array(costs.forward) + np.array(costs.input_backward) + np.array(costs.weight_backward)
+    return max(float(sum(totals[stage] for stage in layout.stages_of(rank))) for rank in range(layout.pp))
+
+
+def _crossing(machines: Machines, layout: Layout, lines: Sequence[Line], part: Held) -> float:
+    """Seconds in which rings of gradients and parameters cross the links between groups, each stage its own."""
+    if len(lines) == 1:
+        return 0.0
+    question = machines.first
+    alone = Jobs.of([Layout()], global_batch=1, sequence=question.sequence)
+    held_here = rank_parameters(Shape.of(question.model), alone, part.layers, *part.ends()).total
+    count = layout.micro_batches_of(layout.busiest_replica, question.global_batch)
+    each = (ONCE[layout.zero] + EACH_TIME[layout.zero] * count) * (layout.dp - 1) / layout.dp
+    crossed: defaultdict[tuple[int, int], float] = defaultdict(float)
+    leaving: defaultdict[str, float] = defaultdict(float)
+    for rank in range(layout.pp):
+        ring = [line.groups[rank] for line in lines]
+        for here, there in zip(ring, [*ring[1:], ring[0]], strict=True):
+            if here == there:
+                continue
+            crossed[here, there] += each * float(held_here[rank])
+            if machines.groups.groups[here].site != machines.groups.groups[there].site:
+                leaving[machines.groups.groups[here].site] += each * float(held_here[rank])
+    found = []
+    for pair, sent in crossed.items():
+        rate, latency = machines.link(*pair)
+        found.append(sent / rate + 2 * latency)
+    for group in machines.groups.groups:
+        rate_out = machines.groups.uplink(group)
+        if rate_out is not None and leaving[group.site]:
+            found.append(leaving[group.site] / rate_out)
+    return max(found, default=0.0)

@@ -166,6 +166,11 @@ def plan_of(run: Run, where: str = "plan") -> Plan:
             f"{where} plans several islands, which explain, simulate and goodput take; plan for one group, as in "
             "sites.toml:oregon"
         )
+    if "lines" in table:
+        raise UserError(
+            f"{where} plans one job over several groups, which train, explain, simulate and map take; plan for one "
+            "group, as in sites.toml:oregon"
+        )
     try:
         question = Question(
             model=run.model,

@@ -179,12 +179,13 @@ def _pipeline(question: Question, layout: Layout, micro_batches: int) -> tuple[P
     return Pipeline(layout, quick, micro_batches, chip.together * float(each.max())), work
 
 
-def memory_table(question: Question, layout: Layout) -> Table:
-    """Bytes of every pipeline rank; activations as the schedule's own table holds them."""
+def memory_table(question: Question, layout: Layout, share: float | None = None) -> Table:
+    """Bytes of every pipeline rank; activations as the schedule's own table holds them. `share`: what a replica keeps
+    of what ZeRO splits, over the mean; default: that of the one that keeps most."""
     shape, engine = Shape.of(question.model), question.profile
     part = held(question.model, layout, question.sequence)
     micro_batches = question.global_batch // (layout.dp * layout.micro_batch)
-    jobs = replace(Space.of([layout], question).jobs, fuller=number(layout.fuller_shard))
+    jobs = replace(Space.of([layout], question).jobs, fuller=number(layout.fuller_shard if share is None else share))
     first, last = part.ends()
     ranks = np.arange(layout.pp, dtype=np.float64)
     again = part.recomputed(layout.recompute_layers)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cuboid.planning.choose import predict
-from cuboid.planning.mixed import mixed_job
+from cuboid.planning.mixed_search import mixed_job
 from cuboid.planning.question import Question
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.fitting import check

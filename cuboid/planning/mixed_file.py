@@ -1,0 +1,190 @@
+"""One job over several groups in a run file that `cuboid train` takes as it is.
+
+layout = "dp=8,pp=2,zero=1,layers=9:23"
+[plan]                                # seconds of a step, what sits where
+ranks_per_node = 8
+[[plan.nodes]]                        # in the order of their ranks
+group = "old"
+nodes = 1
+[[plan.lines]]                        # replicas, and the group of each of their pipeline ranks
+[[plan.seats]]                        # each pipeline rank of each line: layers, seconds, memory
+[[plan.groups]]                       # what the cluster file said"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from math import ceil, gcd
+from pathlib import Path
+from typing import Any
+
+from cuboid.errors import UserError
+from cuboid.planning.mixed import Line, Machines, MixedJob, predict_mixed, rank_groups
+from cuboid.planning.plan import GIB, make_plan, to_choose
+from cuboid.planning.question import Question
+from cuboid.planning.refine import Refined
+from cuboid.planning.stages import held
+from cuboid.readers import read_toml
+from cuboid.spec.cluster import ClusterSpec
+from cuboid.spec.coding import convert, decode, encode
+from cuboid.spec.groups import OWN, Group, Groups, SiteLink
+from cuboid.spec.layout import Layout
+from cuboid.spec.run import Run, dump_run, load_run
+
+LINES = "lines"
+AGAIN = "write it anew with cuboid plan … --one-job -o"
+
+
+def plans_one_job(run_table: Mapping[str, object]) -> bool:
+    """Whether a run file has a plan of one job over several groups."""
+    plan = run_table.get("plan")
+    return isinstance(plan, Mapping) and LINES in plan
+
+
+def node_size(machines: Machines) -> int:
+    """Ranks of a node: as many as the smallest has, or a part that all have."""
+    return gcd(*(question.cluster.accelerators_per_node for question in machines.questions))
+
+
+def node_groups(layout: Layout, lines: Sequence[Line], size: int) -> list[int]:
+    """The group of each node, in the order of their ranks."""
+    return rank_groups(lines, layout)[::size]
+
+
+def dump_mixed_plan(machines: Machines, job: MixedJob, train_tokens: float = 0.0) -> str:
+    """The run file, headed by what the planner did not choose."""
+    run = mixed_run(machines, job)
+    if train_tokens:
+        run = replace(run, training=replace(run.training, steps=ceil(train_tokens / job.tokens)))
+    lines = [*to_choose(run), *start_lines(run, "THIS")]
+    return "".join(f"# {line}\n" for line in lines) + dump_run(run)
+
+
+def start_lines(run: Run, file: str) -> list[str]:
+    """How its nodes are started."""
+    nodes = planned_nodes(run)
+    assert nodes is not None
+    place = f"--nodes {len(nodes)} --rendezvous HOST:29400"
+    first = f"HOST is a node of {nodes[0]}, which has rank 0"
+    return [
+        f"on each node of {name}: cuboid train {file} {place} --group {name}" + (f" ({first})" if not number else "")
+        for number, name in enumerate(dict.fromkeys(nodes))
+    ]
+
+
+def mixed_run(machines: Machines, job: MixedJob) -> Run:
+    question = machines.first
+    layers = held(question.model, job.layout, question.sequence).counts
+    parts = {"compute": job.step_seconds}
+    refined = Refined(layout=job.layout, parts=parts, memory=({"weights": 0.0},), layers=layers, bubble=0.0)
+    return make_plan(question, refined, 0.0).run_with(_table(machines, job))
+
+
+def _table(machines: Machines, job: MixedJob) -> dict[str, object]:
+    names, size = machines.names, node_size(machines)
+    order = [names[group] for group in node_groups(job.layout, job.lines, size)]
+    seats = []
+    for seat in job.seats:
+        row = encode(seat)
+        row |= {"memory_gib": seat.memory / GIB, "room_gib": seat.room / GIB}
+        seats.append({key: value for key, value in row.items() if key not in ("memory", "room")})
+    return {
+        "name": machines.groups.name,
+        "engine": machines.first.engine,
+        "precision": machines.first.precision,
+        "step_seconds": job.step_seconds,
+        "tokens_per_second": job.tokens_per_second,
+        "ranks_per_node": size,
+        "nodes": [{"group": name, "nodes": len(list(same))} for name, same in groupby(order)],
+        LINES: [{"replicas": line.replicas, "groups": [names[group] for group in line.groups]} for line in job.lines],
+        "seats": seats,
+        "groups": [_group(group) for group in machines.groups.groups],
+        "links": [encode(link) for link in machines.groups.links],
+    }
+
+
+def _group(group: Group) -> dict[str, object]:
+    cluster = {**encode(group.cluster), "tiers": [encode(tier) for tier in group.cluster.tiers]}
+    return {**{key: value for key, value in encode(group).items() if key in OWN}, "cluster": cluster}
+
+
+# Back again.
+
+
+def planned_nodes(run: Run) -> list[str] | None:
+    """The group of each node in the order of their ranks; None where the run has no plan of several groups."""
+    if LINES not in run.plan:
+        return None
+    rows = convert(run.plan.get("nodes", []), list[dict[str, object]], "plan.nodes")
+    found: list[str] = []
+    for row in rows:
+        count = convert(row.get("nodes"), int, "plan.nodes.nodes")
+        if not 1 <= count <= 1 << 20:
+            raise UserError(f"plan.nodes.nodes={count} is no number of nodes; {AGAIN}")
+        found += [convert(row.get("group"), str, "plan.nodes.group")] * count
+    if not found or run.layout.world_size % len(found):
+        raise UserError(f"plan.nodes are {len(found)} for {run.layout.world_size} ranks; {AGAIN}")
+    return found
+
+
+def planned_machines(run: Run) -> Machines:
+    """What the run was planned for."""
+    table = run.plan
+    groups = []
+    for row in _rows(table, "groups"):
+        if "cluster" not in row:
+            raise UserError(f"plan.groups.cluster is missing; {AGAIN}")
+        cluster = decode(ClusterSpec, convert(row["cluster"], dict[str, object], "plan.groups.cluster"), "plan.groups")
+        groups.append(decode(Group, {**row, "cluster": cluster}, "plan.groups"))
+    links = tuple(decode(SiteLink, row, "plan.links") for row in _rows(table, "links"))
+    spec = Groups(name=convert(table.get("name", "groups"), str, "plan.name"), groups=tuple(groups), links=links)
+    return Machines(spec, tuple(_question(run, group.cluster) for group in spec.groups))
+
+
+def _question(run: Run, cluster: ClusterSpec) -> Question:
+    training = run.training
+    return Question(
+        model=run.model,
+        cluster=cluster,
+        global_batch=training.global_batch,
+        sequence=training.sequence,
+        precision=convert(run.plan.get("precision"), str, "plan.precision"),
+        optimizer=run.planned_optimizer(),
+        average=run.optimizer.average,
+        gradient_sums=training.gradient_sums,
+        fp8_scaling=training.fp8_scaling,
+        fp8_experts=training.fp8_experts,
+    )
+
+
+def planned_lines(run: Run, machines: Machines) -> tuple[Line, ...]:
+    found = []
+    for row in _rows(run.plan, LINES):
+        members = convert(row.get("groups"), list[str], "plan.lines.groups")
+        unknown = [name for name in members if name not in machines.names]
+        if unknown or len(members) != run.layout.pp:
+            raise UserError(
+                f"plan.lines.groups={members} does not name a group for each of pp={run.layout.pp}; {AGAIN}"
+            )
+        replicas = convert(row.get("replicas"), int, "plan.lines.replicas")
+        found.append(Line(tuple(map(machines.names.index, members)), replicas))
+    if sum(line.replicas for line in found) != run.layout.dp or min(line.replicas for line in found) < 1:
+        raise UserError(f"plan.lines.replicas do not add up to dp={run.layout.dp}; {AGAIN}")
+    return tuple(found)
+
+
+def load_mixed_plan(path: str | Path) -> tuple[Machines, MixedJob] | None:
+    """The plan in a run file, predicted anew; None where it is another kind of plan."""
+    if not plans_one_job(dict(read_toml(path))):
+        return None
+    run = load_run(path)
+    machines = planned_machines(run)
+    return machines, predict_mixed(machines, run.layout, planned_lines(run, machines))
+
+
+def _rows(table: Mapping[str, Any], key: str) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = convert(table.get(key), list[dict[str, object]], f"plan.{key}")
+    if not rows:
+        raise UserError(f"plan.{key} is empty; {AGAIN}")
+    return rows

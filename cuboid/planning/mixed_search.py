@@ -1,0 +1,472 @@
+"""Which lines of replicas, and which layout, one job over groups of different accelerators should have.
+
+Tried are data parallelism across groups (every group a line of its own), pipelines across groups (one line through all
+of them, each with as many stages as it has accelerators), and mixes of both (a line through the groups of each site,
+each kind, or of any part of a few groups); each with the tensor ranks, micro-batches and recomputation that fit. Layers
+go to stages, and micro-batches to lines, by the speed of their accelerators, layers within the memory of each. What
+cannot be faster than the best known, by the arithmetic of all accelerators together, is not looked at; the best are
+simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import nsmallest
+from itertools import accumulate, combinations, permutations, product
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from cuboid.cost.inputs import Array, Shape, number
+from cuboid.cost.memory import rank_memory
+from cuboid.errors import UserError
+from cuboid.planning.mixed import Line, Machines, MixedJob, predict_mixed, rank_groups
+from cuboid.planning.question import Question
+from cuboid.planning.space import Space, divisors
+from cuboid.planning.stages import LayerSeconds, held
+from cuboid.spec.cluster import ClusterSpec
+from cuboid.spec.fitting import check
+from cuboid.spec.groups import Groups
+from cuboid.spec.layout import RECOMPUTE, Layout
+
+MICRO_BATCHES = (1, 2, 4, 8)
+FEW = 4
+"""Groups of which every division into lines is tried."""
+DEEPEST = 64
+"""Pipeline ranks."""
+LOOKED_AT = 160
+"""Divisions whose layers are dealt and whose memory is counted."""
+FINALISTS = 6
+"""… and that are simulated."""
+NEAR = 2
+"""Numbers of micro-batches on both sides of the one by speed that are tried for each line."""
+Kind = tuple[int, int, str, int]
+"""Tensor ranks, sequences of a micro-batch, recomputation, expert-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one micro-batch on one kind of accelerators."""
+
+    until: tuple[float, ...]
+    """Of all layers before each, and of all."""
+    embedding: float
+    head: float
+
+    @property
+    def whole(self) -> float:
+        return self.until[-1] + self.embedding + self.head
+
+
+@dataclass(frozen=True)
+class Division:
+    """Lines with a kind of layout, before layers and batch are dealt."""
+
+    lines: tuple[Line, ...]
+    kind: Kind
+    zero: int
+    bound: float
+    """Seconds of a step that all these accelerators together do not undercut."""
+
+    @property
+    def pp(self) -> int:
+        return len(self.lines[0].groups)
+
+    @property
+    def dp(self) -> int:
+        return sum(line.replicas for line in self.lines)
+
+
+def mixed_job(groups: Groups, questions: Sequence[Question], global_batch: int) -> MixedJob | None:
+    """The fastest over two groups or more; None where none fits. `questions`: about each group, in order."""
+    machines = Machines(groups, tuple(replace(question, global_batch=global_batch) for question in questions))
+    best = _best(machines, (1,))
+    return best if best is not None else _best(machines, (2, 3))
+
+
+def _best(machines: Machines, zeros: Sequence[int]) -> MixedJob | None:
+    known = _Known(machines)
+    divisions = sorted(known.divisions(zeros), key=lambda each: each.bound)
+    found: list[tuple[float, int, Layout, tuple[Line, ...]]] = []
+    least = float("inf")
+    for place, division in enumerate(divisions[:LOOKED_AT]):
+        if division.bound > least:
+            break
+        dealt = known.dealt(division)
+        if dealt is None:
+            continue
+        seconds, layout = dealt
+        found.append((seconds, place, layout, division.lines))
+        least = min(least, 1.2 * seconds)
+    best: MixedJob | None = None
+    for _, _, layout, lines in nsmallest(FINALISTS, found, key=lambda each: each[:2]):
+        for each in _schedules(machines.first, layout):
+            job = predict_mixed(machines, each, lines)
+            if job.fits and (best is None or job.step_seconds < best.step_seconds):
+                best = job
+    return best
+
+
+def _schedules(question: Question, layout: Layout) -> Iterator[Layout]:
+    """Those that leave each rank the layers it has."""
+    if layout.pp == 1:
+        yield layout
+        return
+    for name in ("1f1b", "zb1p"):
+        if question.fixed.get("schedule", name) == name:
+            yield layout.changed(schedule=name)
+
+
+class _Known:
+    """What is asked again and again of the kinds of one cluster file."""
+
+    def __init__(self, machines: Machines) -> None:
+        self.machines, self.question = machines, machines.first
+        self.model, self.batch = machines.first.model, machines.first.global_batch
+        self._of_kind: dict[ClusterSpec, dict[Kind, Seconds]] = {}
+        tensor, experts = self._tensor(), self._experts()
+        kinds = list(product(tensor, self._micro_batches(), self._recompute(), experts))
+        self._seconds: list[dict[Kind, Seconds]] = []
+        for question in machines.questions:
+            like = replace(question.cluster, name="")
+            if like not in self._of_kind:
+                self._of_kind[like] = _layer_seconds(question, kinds)
+            self._seconds.append(self._of_kind[like])
+        self.node = gcd(*(question.cluster.accelerators_per_node for question in machines.questions))
+
+    def _allowed(self, name: str, options: Sequence[Any]) -> list[Any]:
+        fixed = self.question.fixed
+        return [value for value in options if fixed.get(name, value) == value]
+
+    def _tensor(self) -> list[int]:
+        """Degrees that stay inside the nodes of all groups."""
+        nodes = [question.cluster.accelerators_per_node for question in self.machines.questions]
+        return self._allowed("tp", [tp for tp in (1, 2, 4, 8) if all(node % tp == 0 for node in nodes)])
+
+    def _micro_batches(self) -> list[int]:
+        return self._allowed("micro_batch", [size for size in MICRO_BATCHES if self.batch % size == 0])
+
+    def _recompute(self) -> list[str]:
+        return self._allowed("recompute", RECOMPUTE)
+
+    def _experts(self) -> list[int]:
+        experts = self.model.mixture.experts if self.model.mixture else 1
+        return self._allowed("ep", [ep for ep in divisors(experts) if ep <= 64])
+
+    def divisions(self, zeros: Sequence[int]) -> Iterator[Division]:
+        every = self._seconds
+        kinds = [kind for kind in every[0] if all(kind in each for each in every)]
+        for chosen in _line_sets(self.machines):
+            used = sorted({group for line in chosen for group in line})
+            sizes = {group: self.machines.questions[group].cluster.accelerators for group in used}
+            for tp in {kind[0] for kind in kinds}:
+                for lines in _cut(chosen, sizes, tp, self.model.layers):
+                    if not self._allowed("pp", [len(lines[0].groups)]) or not self._whole_nodes(lines, tp):
+                        continue
+                    if not self._allowed("dp", [sum(line.replicas for line in lines)]):
+                        continue
+                    for kind in kinds:
+                        if kind[0] == tp and self._spread(lines, kind):
+                            bound = self._bound(lines, kind)
+                            for zero in self._allowed("zero", zeros):
+                                yield Division(lines, kind, zero, bound)
+
+    def _whole_nodes(self, lines: tuple[Line, ...], tp: int) -> bool:
+        order = rank_groups(lines, Layout(dp=sum(line.replicas for line in lines), tp=tp, pp=len(lines[0].groups)))
+        return all(len(set(order[start : start + self.node])) == 1 for start in range(0, len(order), self.node))
+
+    def _spread(self, lines: tuple[Line, ...], kind: Kind) -> bool:
+        """Experts stay in the replicas of one line."""
+        tp, micro_batch, _, ep = kind
+        each = [line.replicas * tp for line in lines]
+        return all(ranks % ep == 0 for ranks in each) and self.batch // micro_batch >= sum(
+            line.replicas for line in lines
+        )
+
+    def _bound(self, lines: tuple[Line, ...], kind: Kind) -> float:
+        """All accelerators computing all the time, but for filling and draining the pipeline."""
+        micro_batch = kind[1]
+        speed = sum(
+            line.replicas / self._seconds[group][kind].whole for line in lines for group in line.groups
+        )  # of stages: micro-batches a second through all layers
+        count, pp = self.batch / micro_batch, len(lines[0].groups)
+        replicas = sum(line.replicas for line in lines)
+        return count / speed * (1 + (pp - 1) / max(count / replicas, 1.0))
+
+    # Layers to stages, micro-batches to lines.
+
+    def dealt(self, division: Division) -> tuple[float, Layout] | None:
+        """Seconds, in closed form, and the layout; None where it fits nowhere, or the batch does not divide."""
+        caps = [self.model.layers] * division.pp
+        for _ in range(4):
+            counts = self._layers(division, caps)
+            if counts is None:
+                return None
+            shared = self._share_out(division, counts)
+            if shared is None:
+                return None
+            seconds, batches = shared
+            layout = self._layout(division, counts, batches)
+            if layout is None:
+                return None
+            tight = self._tight(division, layout, counts)
+            if not tight:
+                return seconds, layout
+            caps = [min(cap, tight.get(rank, cap)) for rank, cap in enumerate(caps)]
+        return None
+
+    def _layers(self, division: Division, caps: Sequence[int]) -> list[int] | None:
+        """Each to the stage that is done soonest with it; then one by one from the slowest, while that helps."""
+        pp, layers = division.pp, self.model.layers
+        if pp == 1:
+            return [layers] if caps[0] >= layers else None
+        if min(caps) < 1 or sum(caps) < layers:
+            return None
+        tables = [[self._seconds[group][division.kind] for group in line.groups] for line in division.lines]
+        total = sum(line.replicas for line in division.lines)
+        slow = [
+            total
+            / sum(line.replicas / table[rank].until[-1] for line, table in zip(division.lines, tables, strict=True))
+            for rank in range(pp)
+        ]
+        each = [value / layers for value in slow]
+        ends = [0.0] * pp
+        ends[0] += max(table[0].embedding for table in tables)
+        ends[-1] += max(table[-1].head for table in tables)
+        counts = [1] * pp
+        for _ in range(layers - pp):
+            open_ranks = [rank for rank in range(pp) if counts[rank] < caps[rank]]
+            rank = min(open_ranks, key=lambda rank: (ends[rank] + (counts[rank] + 1) * each[rank], -rank))
+            counts[rank] += 1
+        rate = self._rate(division, tables, counts)
+        for _ in range(layers):
+            better = None
+            source = self._slowest(tables[0], counts)
+            for target in range(pp):
+                if target != source and counts[source] > 1 and counts[target] < caps[target]:
+                    moved = list(counts)
+                    moved[source], moved[target] = moved[source] - 1, moved[target] + 1
+                    found = self._rate(division, tables, moved)
+                    if found > rate * (1 + 1e-9):
+                        rate, better = found, moved
+            if better is None:
+                return counts
+            counts = better
+        return counts
+
+    @staticmethod
+    def _stage_times(table: Sequence[Seconds], counts: Sequence[int]) -> list[float]:
+        stops = [0, *accumulate(counts)]
+        times = [each.until[stops[rank + 1]] - each.until[stops[rank]] for rank, each in enumerate(table)]
+        times[0] += table[0].embedding
+        times[-1] += table[-1].head
+        return times
+
+    def _slowest(self, table: Sequence[Seconds], counts: Sequence[int]) -> int:
+        times = self._stage_times(table, counts)
+        return times.index(max(times))
+
+    def _rate(self, division: Division, tables: Sequence[Sequence[Seconds]], counts: Sequence[int]) -> float:
+        """Micro-batches a second."""
+        return sum(
+            line.replicas / max(self._stage_times(table, counts))
+            for line, table in zip(division.lines, tables, strict=True)
+        )
+
+    def _share_out(self, division: Division, counts: Sequence[int]) -> tuple[float, tuple[int, ...]] | None:
+        """Seconds, and micro-batches of a replica of each line; lines that are alike have equally many."""
+        micro_batch = division.kind[1]
+        whole = self.batch // micro_batch
+        alike: dict[tuple[float, float], int] = {}
+        places = []
+        for line in division.lines:
+            times = self._stage_times([self._seconds[group][division.kind] for group in line.groups], counts)
+            key = (round(sum(times) - max(times), 9), round(max(times), 9))
+            places.append(alike.setdefault(key, len(alike)))
+        fills, slopes = zip(*alike, strict=True)
+        replicas = [0] * len(alike)
+        for place, line in zip(places, division.lines, strict=True):
+            replicas[place] += line.replicas
+        chosen = share_out(whole, replicas, fills, slopes, equal=division.zero >= 2)
+        if chosen is None:
+            return None
+        seconds = max(fill + slope * count for fill, slope, count in zip(fills, slopes, chosen, strict=True))
+        return seconds, tuple(chosen[place] for place in places)
+
+    def _layout(self, division: Division, counts: Sequence[int], batches: Sequence[int]) -> Layout | None:
+        tp, micro_batch, recompute, ep = division.kind
+        weights = tuple(
+            batch for batch, line in zip(batches, division.lines, strict=True) for _ in range(line.replicas)
+        )
+        fields: dict[str, Any] = {"recompute": recompute, "ep": ep, "zero": division.zero if division.dp > 1 else 0}
+        fields |= {name: value for name, value in self.question.fixed.items() if name not in ("schedule", "vpp")}
+        fields |= {"dp": division.dp, "tp": tp, "pp": division.pp, "micro_batch": micro_batch, "batch_weights": weights}
+        fields["layers"] = tuple(counts) if division.pp > 1 else ()
+        try:
+            layout = Layout(**fields)
+            check(layout, self.model, global_batch=self.batch, sequence=self.question.sequence)
+        except UserError:
+            return None
+        return None if self.question.untrainable(layout) else layout
+
+    def _tight(self, division: Division, layout: Layout, counts: Sequence[int]) -> dict[int, int]:
+        """Ranks that hold too much, and how many layers would do."""
+        found: dict[int, int] = {}
+        first = 0
+        for line in division.lines:
+            alike, batch = layout.as_replica(first, self.batch)
+            first += line.replicas
+            for group in sorted(set(line.groups)):
+                question = replace(self.machines.questions[group], global_batch=batch)
+                bytes_of = held_bytes(question, alike)
+                for rank, its in enumerate(line.groups):
+                    if its == group and bytes_of[rank] > question.limit:
+                        fewer = min(int(counts[rank] * question.limit / bytes_of[rank]), counts[rank] - 1)
+                        found[rank] = min(found.get(rank, fewer), fewer)
+        return found
+
+
+def held_bytes(question: Question, layout: Layout) -> Array:
+    """Bytes of every pipeline rank, in closed form."""
+    part = held(question.model, layout, question.sequence)
+    jobs = replace(Space.of([layout], question).jobs, fuller=number(layout.fuller_shard))
+    ranks, engine = np.arange(layout.pp, dtype=np.float64), question.profile
+    again = part.recomputed(layout.recompute_layers)
+    memory = rank_memory(Shape.of(question.model), jobs, engine, part.layers, ranks, *part.ends(), again)
+    return np.asarray(engine.reserve * np.broadcast_to(memory.total, layout.pp))
+
+
+def share_out(
+    whole: int, replicas: Sequence[int], fills: Sequence[float], slopes: Sequence[float], equal: bool = False
+) -> list[int] | None:
+    """Micro-batches of a replica of each line, so that the last is done soonest; None where so many do not divide.
+
+    >>> share_out(12, [1, 1], [0.0, 0.0], [1.0, 2.0])
+    [8, 4]
+    """
+    total = sum(replicas)
+    if whole % total == 0 and (equal or len(replicas) == 1):
+        return [whole // total] * len(replicas)
+    if equal:
+        return None
+    # As long as all are done at once; the rest goes to the last line, if it divides there.
+    low, high = 0.0, max(fill + slope * whole for fill, slope in zip(fills, slopes, strict=True))
+    for _ in range(60):
+        middle = (low + high) / 2
+        done = sum(
+            count * max(middle - fill, 0.0) / slope for count, fill, slope in zip(replicas, fills, slopes, strict=True)
+        )
+        low, high = (low, middle) if done >= whole else (middle, high)
+    wanted = [max(1, round((high - fill) / slope)) for fill, slope in zip(fills, slopes, strict=True)]
+    spread = NEAR if len(replicas) <= FEW else 0
+    spread = max(spread, replicas[-1]) if len(replicas) == 2 else spread
+    best: tuple[float, list[int]] | None = None
+    for some in product(*(range(max(1, each - spread), each + spread + 1) for each in wanted[:-1])):
+        left = whole - sum(count * each for count, each in zip(replicas, some, strict=False))
+        if left < replicas[-1] or left % replicas[-1]:
+            continue
+        counts = [*some, left // replicas[-1]]
+        seconds = max(fill + slope * each for fill, slope, each in zip(fills, slopes, counts, strict=True))
+        if best is None or seconds < best[0]:
+            best = seconds, counts
+    if best is None and whole % total == 0:
+        return [whole // total] * len(replicas)
+    return best[1] if best else None
+
+
+def _layer_seconds(question: Question, kinds: Sequence[Kind]) -> dict[Kind, Seconds]:
+    """Of the kinds that the model allows."""
+    layouts, allowed = [], []
+    for kind in kinds:
+        tp, micro_batch, recompute, ep = kind
+        fields: dict[str, Any] = {"tp": tp, "micro_batch": micro_batch, "recompute": recompute, "ep": ep}
+        try:
+            layout = Layout(dp=max(question.cluster.accelerators // tp, ep), **fields)
+            check(layout, question.model, global_batch=layout.batch_unit, sequence=question.sequence)
+        except UserError:
+            continue
+        layouts.append(layout)
+        allowed.append(kind)
+    if not layouts:
+        return {}
+    seconds = LayerSeconds.of(question, Space.of(layouts, question).jobs)
+    columns = np.broadcast_arrays(
+        seconds.dense, seconds.mixture, seconds.parts.embedding, seconds.head, np.zeros(len(layouts))
+    )
+    leading = question.model.mixture.first_dense_layers if question.model.mixture else question.model.layers
+    found = {}
+    for kind, dense, mixture, embedding, head in zip(allowed, *(each.tolist() for each in columns[:4]), strict=True):
+        costs = [dense] * leading + [mixture] * (question.model.layers - leading)
+        found[kind] = Seconds((0.0, *accumulate(costs)), embedding, head)
+    return found
+
+
+# Lines.
+
+
+def _line_sets(machines: Machines) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Ways to put groups into lines, each a tuple of groups in the order of the pipeline; of two groups or more."""
+    groups = machines.groups.groups
+    every = range(len(groups))
+    if len(groups) <= FEW:
+        for size in range(2, len(groups) + 1):
+            for some in combinations(every, size):
+                for parts in _partitions(some):
+                    yield from product(*map(_orders, parts))
+        return
+    kinds: dict[str, list[int]] = {}
+    for place, group in enumerate(groups):
+        kinds.setdefault(group.cluster.accelerator, []).append(place)
+    names = list(kinds)
+    for size in range(len(names), 0, -1):
+        for chosen in combinations(names, size):
+            some = tuple(sorted(place for name in chosen for place in kinds[name]))
+            if len(some) < 2:
+                continue
+            sites: dict[str, list[int]] = {}
+            for place in some:
+                sites.setdefault(groups[place].site, []).append(place)
+            yield tuple((place,) for place in some)
+            if len(some) <= 2 * FEW:
+                yield (some,)
+            if 1 < len(sites) < len(some):
+                for order in ((lambda part: part), (lambda part: part[::-1])):
+                    yield tuple(tuple(order(part)) for part in sites.values())
+
+
+def _partitions(members: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
+    """Every way to divide them into parts, by the first member of each."""
+    if not members:
+        yield []
+        return
+    first, rest = members[0], members[1:]
+    for size in range(len(rest) + 1):
+        for others in combinations(rest, size):
+            left = [each for each in rest if each not in others]
+            for parts in _partitions(left):
+                yield [(first, *others), *parts]
+
+
+def _orders(part: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return list(permutations(part)) if len(part) <= 3 else [part, part[::-1]]
+
+
+def _cut(
+    chosen: tuple[tuple[int, ...], ...], sizes: dict[int, int], tp: int, layers: int
+) -> Iterator[tuple[Line, ...]]:
+    """Every depth at which each group has whole stages, and all lines as many."""
+    totals = [sum(sizes[group] for group in line) for line in chosen]
+    common = gcd(*totals)
+    for pp in divisors(common // tp) if common % tp == 0 else ():
+        if pp > min(layers, DEEPEST):
+            break
+        lines = []
+        for line, total in zip(chosen, totals, strict=True):
+            replicas = total // (tp * pp)
+            if any(sizes[group] % (replicas * tp) for group in line):
+                break
+            stages = tuple(group for group in line for _ in range(sizes[group] // (replicas * tp)))
+            lines.append(Line(stages, replicas))
+        else:
+            yield tuple(lines)
