@@ -266,22 +266,17 @@ def map_mixed(found: tuple[Machines, MixedJob], in_json: bool) -> None:
     machines, job = found
     size, names = node_size(machines), machines.names
     order = node_groups(job.layout, job.lines, size)
-    rows, start = [], 0
+    rows: list[tuple[str, tuple[int, int], tuple[int, int], tuple[int, int]]] = []
+    start, each = 0, job.layout.world_size // job.layout.pp
     for group, same in groupby(order):
-        count = len(list(same))
-        first, last = start * size, (start + count) * size - 1
-        each = job.layout.world_size // job.layout.pp
-        rows.append(
-            {
-                "group": names[group],
-                "nodes": [start, start + count - 1],
-                "ranks": [first, last],
-                "stages": [first // each, last // each],
-            }
-        )
-        start += count
+        stop = start + len(list(same))
+        first, last = start * size, stop * size - 1
+        rows.append((names[group], (start, stop - 1), (first, last), (first // each, last // each)))
+        start = stop
     if in_json:
-        print(json.dumps({"layout": str(job.layout), "ranks_per_node": size, "nodes": rows}))
+        heads = ("group", "nodes", "ranks", "pipeline_ranks")
+        told = [dict(zip(heads, row, strict=True)) for row in rows]
+        print(json.dumps({"layout": str(job.layout), "ranks_per_node": size, "nodes": told}))
         return
     from rich.console import Console
     from rich.table import Table
@@ -291,7 +286,7 @@ def map_mixed(found: tuple[Machines, MixedJob], in_json: bool) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("nodes", "group", "ranks", "pipeline ranks"):
         table.add_column(name, no_wrap=True)
-    for row in rows:
-        nodes, ranks, stages = (_span(*row[key]) for key in ("nodes", "ranks", "stages"))  # type: ignore[misc]
-        table.add_row(nodes, str(row["group"]), ranks, stages)
+    for name, *spans in rows:
+        nodes, ranks, stages = (_span(*span) for span in spans)
+        table.add_row(nodes, name, ranks, stages)
     console.print(table)

@@ -431,8 +431,8 @@ def _line_sets(machines: Machines) -> Iterator[tuple[tuple[int, ...], ...]]:
             if len(some) <= 2 * FEW:
                 yield (some,)
             if 1 < len(sites) < len(some):
-                for order in ((lambda part: part), (lambda part: part[::-1])):
-                    yield tuple(tuple(order(part)) for part in sites.values())
+                yield tuple(tuple(part) for part in sites.values())
+                yield tuple(tuple(reversed(part)) for part in sites.values())
 
 
 def _partitions(members: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
