@@ -108,7 +108,16 @@ UNEQUAL = [
     Case("dp=4,ep=2,zero=2,shard_weights=3:1:2:1", "tiny-mixtral", batch=8),
     Case("dp=2,pp=2,zero=3,batch_weights=2:1,shard_weights=1:2,schedule=dualpipev", layers=5, batch=12),
 ]
-FLOAT64 = [*PIPELINES, *DATA, *TENSOR, *CONTEXT, *EXPERTS, *MANY, *WINDOWS, *PREDICTIONS, *UNEQUAL]
+LAYERS = [
+    Case("pp=3,layers=6:2:1", layers=9, batch=6),
+    Case("pp=2,layers=1:4:1:3,schedule=zbv", layers=9),
+    Case("dp=2,pp=2,layers=1:2:5:1,schedule=interleaved", layers=9, batch=8),
+    Case("dp=2,pp=2,zero=1,layers=3:1:4:1,schedule=dualpipev", layers=9, batch=8),
+    Case("dp=2,pp=2,zero=1,layers=7:2,batch_weights=3:1,schedule=zb1p", layers=9, batch=8),
+    Case("dp=2,tp=2,pp=2,zero=3,layers=5:1:1:2,batch_weights=2:1,shard_weights=3:1,schedule=zbv", layers=9, batch=12),
+    Case("dp=2,pp=2,ep=2,zero=1,layers=5:2,batch_weights=2:1", "tiny-deepseek", layers=7, batch=12),
+]
+FLOAT64 = [*PIPELINES, *DATA, *TENSOR, *CONTEXT, *EXPERTS, *MANY, *WINDOWS, *PREDICTIONS, *UNEQUAL, *LAYERS]
 
 BF16 = [
     Case("dp=2", layers=2),
@@ -131,6 +140,7 @@ BF16 = [
     Case("cp=2", "tiny-gpt-oss", layers=2),
     Case("dp=2,zero=1,batch_weights=3:1,shard_weights=1:2", layers=2),
     Case("dp=2,zero=3,batch_weights=3:1,shard_weights=1:2", layers=2),
+    Case("pp=2,layers=2:1", layers=3),
 ]
 """Few layers, all of one stage alike: a rank compiles one block."""
 

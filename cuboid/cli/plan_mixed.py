@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cuboid.errors import UserError
 from cuboid.planning.choose import fastest
-from cuboid.planning.mixed import Machines, MixedJob, Seat, line_timeline, predict_mixed
+from cuboid.planning.mixed import Machines, MixedJob, PipelineRank, line_timeline, predict_mixed
 from cuboid.planning.mixed_file import (
     dump_mixed_plan,
     load_mixed_plan,
@@ -55,7 +55,7 @@ def plan_one_job(groups: Groups, ask: Ask, global_batch: int) -> Found:
     if job is None:
         raise UserError(
             f"no job over {' and '.join(group.name for group in groups.groups)} fits {questions[0].model.name} with "
-            f"global batch {global_batch}; use another --global-batch, less in --fix, or leave out --one-job"
+            f"global batch {global_batch}; use another --global-batch, less in --fix, or no --one-job"
         )
     alone = []
     for group, question in zip(groups.groups, questions, strict=True):
@@ -106,7 +106,7 @@ def table_of(machines: Machines, job: MixedJob) -> dict[str, object]:
         "update": job.update,
         "fits": job.fits,
         "lines": [{"replicas": line.replicas, "groups": [names[each] for each in line.groups]} for line in job.lines],
-        "seats": [asdict(seat) for seat in job.seats],
+        "pipeline_ranks": [asdict(here) for here in job.pipeline_ranks],
         "nodes": [names[group] for group in node_groups(job.layout, job.lines, node_size(machines))],
         "ranks_per_node": node_size(machines),
         "reasons": reasons(machines, job),
@@ -130,17 +130,17 @@ def show(console: Console, machines: Machines, job: MixedJob) -> None:
     for name in ("layers", "micro-batches", "ms each", "idle", "GiB", "of"):
         table.add_column(name, justify="right", no_wrap=True)
     starts = _starts(job)
-    for (line, *_), rows in _merged(job.seats):
+    for (line, *_), rows in _merged(job.pipeline_ranks):
         first, last = rows[0], rows[-1]
-        fullest = max(rows, key=lambda seat: seat.memory / seat.room)
+        fullest = max(rows, key=lambda here: here.memory / here.room)
         table.add_row(
             _span(starts[line], starts[line] + first.replicas - 1),
             _span(first.rank, last.rank),
             first.group,
             str(first.layers),
             f"{first.micro_batches}" + (f" × {first.sequences}" if first.sequences > 1 else ""),
-            f"{1e3 * max(seat.seconds for seat in rows):.4g}",
-            f"{sum(seat.idle for seat in rows) / len(rows):.0%}",
+            f"{1e3 * max(here.seconds for here in rows):.4g}",
+            f"{sum(here.idle for here in rows) / len(rows):.0%}",
             f"{fullest.memory / GIB:.1f}",
             f"{fullest.room / GIB:.1f}",
         )
@@ -148,7 +148,7 @@ def show(console: Console, machines: Machines, job: MixedJob) -> None:
     for reason in reasons(machines, job):
         console.print(f"· {reason}", markup=False)
     if not job.fits:
-        full = max(job.seats, key=lambda seat: seat.memory / seat.room)
+        full = max(job.pipeline_ranks, key=lambda here: here.memory / here.room)
         console.print(
             f"! stage {full.rank} on {full.group} would hold {full.memory / GIB:.1f} of {full.room / GIB:.1f} GiB: "
             "this plan does not fit",
@@ -165,7 +165,7 @@ def reasons(machines: Machines, job: MixedJob) -> list[str]:
         f"{job.gradients:.3g} s for gradients within groups, {job.crossing:.3g} s for those between groups, "
         f"{job.update:.3g} s for the optimizer"
     )
-    each = {seat.group: seat.seconds / seat.layers / seat.sequences for seat in job.seats if seat.layers}
+    each = {here.group: here.seconds / here.layers / here.sequences for here in job.pipeline_ranks if here.layers}
     if layout.layers and len(each) > 1:
         times = ", ".join(f"{1e3 * seconds:.3g} ms on {group}" for group, seconds in each.items())
         found.append(f"layers={format_weights(layout.layers)}: a layer of a sequence takes {times}")
@@ -205,9 +205,12 @@ def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}–{last}"
 
 
-def _merged(seats: tuple[Seat, ...]) -> list[tuple[tuple[int, str, int], list[Seat]]]:
+def _merged(pipeline_ranks: tuple[PipelineRank, ...]) -> list[tuple[tuple[int, str, int], list[PipelineRank]]]:
     """Neighbours of one line that are alike."""
-    return [(key, list(same)) for key, same in groupby(seats, key=lambda seat: (seat.line, seat.group, seat.layers))]
+    return [
+        (key, list(same))
+        for key, same in groupby(pipeline_ranks, key=lambda here: (here.line, here.group, here.layers))
+    ]
 
 
 # Of a plan file.
@@ -245,7 +248,7 @@ def simulate_mixed(found: tuple[Machines, MixedJob], micro_batches: int | None, 
     machines, job = found
     rows = []
     for place, line in enumerate(job.lines):
-        count = next(seat.micro_batches for seat in job.seats if seat.line == place)
+        count = next(here.micro_batches for here in job.pipeline_ranks if here.line == place)
         shown = min(count, micro_batches or max(2 * job.layout.pp, 4))
         drawn = line_timeline(machines, job, place, shown)
         names = [machines.names[group] for group in line.groups]

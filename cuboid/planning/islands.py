@@ -379,7 +379,7 @@ def _compared(best: IslandsPlan, ask: Ask, global_batch: int, first: Group) -> I
         notes.append(f"{alone.name} alone is as fast: plan for {best.groups.name}.toml:{alone.name}")
     for other in (together, unequal):
         if isinstance(other, Other) and other.tokens_per_second >= best.tokens_per_second:
-            notes.append(f"{other.name} over the links is as fast, and learns as one: take it in place of islands")
+            notes.append(f"{other.name} over the links is as fast, and learns as one: plan it with --one-job")
     if best.computing < COMPUTING:
         notes.append(f"the links are too slow for islands to compute {COMPUTING:.0%} of the time")
     for number, held in enumerate(best.host_bytes):

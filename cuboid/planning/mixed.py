@@ -45,7 +45,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class PipelineRank:
     """One pipeline rank of the replicas of a line."""
 
     line: int
@@ -71,7 +71,7 @@ class Seat:
 class MixedJob:
     layout: Layout
     lines: tuple[Line, ...]
-    seats: tuple[Seat, ...]
+    pipeline_ranks: tuple[PipelineRank, ...]
     spans: tuple[float, ...]
     """Of each line: seconds until its micro-batches are done."""
     gradients: float
@@ -97,7 +97,7 @@ class MixedJob:
 
     @property
     def fits(self) -> bool:
-        return all(seat.memory <= seat.room for seat in self.seats)
+        return all(here.memory <= here.room for here in self.pipeline_ranks)
 
     def order(self) -> list[int]:
         """The group of every rank."""
@@ -161,8 +161,8 @@ def predict_mixed(machines: Machines, layout: Layout, lines: Sequence[Line]) -> 
         first += line.replicas
     crossing = _crossing(machines, layout, lines, part)
     step = max(spans) + max(data) + crossing + max(update)
-    seats = [
-        Seat(
+    pipeline_ranks = [
+        PipelineRank(
             line=place,
             rank=rank,
             group=machines.names[group],
@@ -181,7 +181,7 @@ def predict_mixed(machines: Machines, layout: Layout, lines: Sequence[Line]) -> 
     return MixedJob(
         layout=layout,
         lines=tuple(lines),
-        seats=tuple(seats),
+        pipeline_ranks=tuple(pipeline_ranks),
         spans=tuple(spans),
         gradients=max(data),
         crossing=crossing,

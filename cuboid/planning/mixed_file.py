@@ -7,7 +7,7 @@ ranks_per_node = 8
 group = "old"
 nodes = 1
 [[plan.lines]]                        # replicas, and the group of each of their pipeline ranks
-[[plan.seats]]                        # each pipeline rank of each line: layers, seconds, memory
+[[plan.pipeline_ranks]]                        # each pipeline rank of each line: layers, seconds, memory
 [[plan.groups]]                       # what the cluster file said"""
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ def mixed_run(machines: Machines, job: MixedJob) -> Run:
 def _table(machines: Machines, job: MixedJob) -> dict[str, object]:
     names, size = machines.names, node_size(machines)
     order = [names[group] for group in node_groups(job.layout, job.lines, size)]
-    seats = []
-    for seat in job.seats:
-        row = encode(seat)
-        row |= {"memory_gib": seat.memory / GIB, "room_gib": seat.room / GIB}
-        seats.append({key: value for key, value in row.items() if key not in ("memory", "room")})
+    pipeline_ranks = []
+    for here in job.pipeline_ranks:
+        row = encode(here)
+        row |= {"memory_gib": here.memory / GIB, "room_gib": here.room / GIB}
+        pipeline_ranks.append({key: value for key, value in row.items() if key not in ("memory", "room")})
     return {
         "name": machines.groups.name,
         "engine": machines.first.engine,
@@ -98,7 +98,7 @@ def _table(machines: Machines, job: MixedJob) -> dict[str, object]:
         "ranks_per_node": size,
         "nodes": [{"group": name, "nodes": len(list(same))} for name, same in groupby(order)],
         LINES: [{"replicas": line.replicas, "groups": [names[group] for group in line.groups]} for line in job.lines],
-        "seats": seats,
+        "pipeline_ranks": pipeline_ranks,
         "groups": [_group(group) for group in machines.groups.groups],
         "links": [encode(link) for link in machines.groups.links],
     }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 
 from cuboid.planning.choose import predict
-from cuboid.planning.mixed_search import mixed_job
+from cuboid.planning.mixed import Machines, predict_mixed
+from cuboid.planning.mixed_search import mixed_job, share_out
 from cuboid.planning.question import Question
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.fitting import check
@@ -36,7 +38,7 @@ def questions(groups: Groups, global_batch: int, **fixed: object) -> list[Questi
 
 def test_faster_replicas_take_more() -> None:
     groups = lab("h100x16", "a100x32")
-    found = mixed_job(groups, questions(groups, 576), 576)
+    found = mixed_job(groups, questions(groups, 576, pp=1), 576)
     assert found is not None
     layout = found.layout
     assert layout.world_size == 48
@@ -69,12 +71,88 @@ def test_a_slow_link_costs_time_and_what_is_decided_stays() -> None:
         for gbit in (3200, 10)
     )
     assert fast is not None and slow is not None
-    assert slow.step_seconds > fast.step_seconds + 5
+    assert slow.step_seconds > 2 * fast.step_seconds
+    assert slow.layout.pp == 2, "a pipeline sends least over the link"
     groups = lab("h100x8", "a100x8")
+    replicas = mixed_job(groups, questions(groups, 144, pp=1), 144)
+    narrow = lab("h100x8", "a100x8", gbit=10)
+    over_narrow = mixed_job(narrow, questions(narrow, 144, pp=1), 144)
+    assert replicas is not None and over_narrow is not None
+    assert over_narrow.crossing > replicas.crossing + 5
     decided = mixed_job(groups, questions(groups, 144, tp=2, recompute="full"), 144)
     assert decided is not None
     assert (decided.layout.tp, decided.layout.recompute) == (2, "full")
-    assert mixed_job(groups, questions(groups, 144, zero=3), 144) is None
+    split = mixed_job(groups, questions(groups, 144, zero=3), 144)
+    assert split is not None and split.layout.zero == 3 and split.fits
+
+
+def test_stages_go_to_kinds_by_their_speed() -> None:
+    """No layer moved from one stage to another makes the step shorter, whatever the kinds hold besides."""
+    groups = lab("h100x8", "a100x8", "l40sx8")
+    asked = [replace(each, model=load_model("llama3-8b")) for each in questions(groups, 96, schedule="1f1b")]
+    found = mixed_job(groups, asked, 96)
+    assert found is not None and found.fits
+    layout, machines = found.layout, Machines(groups, tuple(asked))
+    assert layout.pp > 1 and sum(layout.layers) == 32
+    kinds = {here.group: here for here in found.pipeline_ranks}
+    assert kinds["h100x8"].layers > kinds["a100x8"].layers >= 1
+    check(layout, asked[0].model, global_batch=96, sequence=4096, world_size=24)
+    for source, target in permutations(range(layout.pp), 2):
+        if layout.layers[source] > 1:
+            moved = list(layout.layers)
+            moved[source], moved[target] = moved[source] - 1, moved[target] + 1
+            other = predict_mixed(machines, layout.changed(layers=tuple(moved)), found.lines)
+            assert other.step_seconds >= 0.99 * found.step_seconds or not other.fits
+
+
+def test_memory_of_a_kind_bounds_its_stages() -> None:
+    """The faster kind has less memory: it takes as many layers as it can hold."""
+    groups = lab("h100x8", "a100x8")
+    small = replace(groups.groups[0], cluster=replace(groups.groups[0].cluster, memory_gib=40.0))
+    groups = replace(groups, groups=(small, groups.groups[1]))
+    asked = [
+        replace(each, model=load_model("llama3-8b")) for each in questions(groups, 96, pp=2, tp=1, recompute="none")
+    ]
+    found = mixed_job(groups, asked, 96)
+    assert found is not None and found.fits
+    held = {here.group: here for here in found.pipeline_ranks}
+    assert held["h100x8"].memory <= 0.95 * 40 * 2**30 < held["a100x8"].memory
+    assert held["h100x8"].idle > held["a100x8"].idle
+
+
+def test_lines_mix_pipelines_and_replicas() -> None:
+    """Two sites with both kinds each, and a slow link between: pipelines stay within the sites' own links."""
+    kinds = ("h100x8", "a100x8")
+    members = tuple(
+        Group(name=f"{site}-{kind}", site=site, cluster=replace(load_cluster(kind), name=kind))
+        for site in ("east", "west")
+        for kind in kinds
+    )
+    links = [(("east", "east"), 3200.0), (("west", "west"), 3200.0), (("east", "west"), 100.0)]
+    groups = Groups(
+        name="sites",
+        groups=members,
+        links=tuple(SiteLink(between=pair, bandwidth_gbit=gbit, latency_ms=5.0) for pair, gbit in links),
+    )
+    found = mixed_job(groups, questions(groups, 384, dp=16, pp=2), 384)
+    assert found is not None
+    assert len(found.lines) == 2
+    sites = [{members[group].site for group in line.groups} for line in found.lines]
+    assert sites == [{"east"}, {"west"}]
+    assert found.crossing > 0
+
+
+@pytest.mark.parametrize("whole", [12, 30, 64, 97])
+def test_micro_batches_are_shared_out_as_well_as_can_be(whole: int) -> None:
+    replicas, fills, slopes = [2, 3], [1.0, 0.5], [1.0, 2.7]
+
+    def last(counts: tuple[int, ...]) -> float:
+        return max(fill + slope * count for fill, slope, count in zip(fills, slopes, counts, strict=True))
+
+    ways = [(one, other) for one in range(1, whole) for other in range(1, whole) if 2 * one + 3 * other == whole]
+    found = share_out(whole, replicas, fills, slopes)
+    assert found is not None
+    assert last(tuple(found)) == min(map(last, ways))
 
 
 def test_what_fits_no_kind_is_none() -> None:
