@@ -280,7 +280,7 @@ def added_blocks(jobs: Jobs) -> Array:
     return np.where(jobs.cp_method == GATHER, 0.0, jobs.cp / jobs.cp_inner - 1)
 
 
-def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Array, Array]:
+def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str) -> tuple[Array, Array]:
     """The attention core, forward and backward."""
     full = 4 * jobs.tokens * jobs.sequence * attention_width(shape) / jobs.tp
     if shape.any_windows and engine.own_collectives:
@@ -299,12 +299,13 @@ def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Ar
             forward, backward = forward + added, backward + added
         return forward, backward
     scores = jobs.tokens * jobs.sequence * shape.heads / jobs.tp
-    batched = full / (peak * chip.linear_efficiency["bf16"] * 0.6)
+    wide = "float32" if precision == "float32" else "bf16"
+    batched = full / (chip.peak[wide] * chip.linear_efficiency.get(wide, chip.linear_efficiency["bf16"]) * 0.6)
     moved = scores / (chip.memory_bandwidth * chip.memory_efficiency)
     floor = 6 * chip.kernel_floor
     return (
         batched + 14 * moved * engine.attention_scale + floor,
-        2 * batched + 22 * moved * engine.attention_scale + floor,
+        (2 * batched + 22 * moved * engine.attention_scale) * engine.attention_back + floor,
     )
 
 
@@ -329,7 +330,7 @@ def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: st
     split = np.where(jobs.sequence_parallel > 0, tp, 1.0)
     parts = split if engine.own_collectives else np.ones(())
     projections = _projections(rates, shape, rows, tp, engine.apart, parts)
-    attention_forward, attention_backward = _attention(shape, jobs, chip, engine)
+    attention_forward, attention_backward = _attention(shape, jobs, chip, engine, precision)
     element = engine.hidden_traffic * rows * shape.hidden / split / rates.bandwidth
     if shape.any_latent:
         heads = rows * shape.heads / tp * (2 * (shape.nope_dim + shape.rope_dim) + shape.v_dim)

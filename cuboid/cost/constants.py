@@ -407,12 +407,16 @@ def engine_for(name: Engine | str, chip: Chip) -> Engine:
     return engine_named(special if special in tables()["engines"] else name)
 
 
+WITHOUT_PEERS = ("rtx-2080-ti", "rtx-3090", "rtx-4090", "rtx-5090", "titan-rtx", "titan-v")
+"""Cards whose drivers copy between them through the host."""
 FABRIC_OF = {"gb200": "nvl72", "gb300": "nvl72", "a800": "a100", "h200": "h100", "h800": "h100", "b300": "b200"}
 """Accelerator family -> the fabric it is usually wired with, where that has another name."""
 
 
 def default_fabric(accelerator: str) -> str:
     """The fabric clusters of an accelerator usually have."""
+    if accelerator in WITHOUT_PEERS:
+        return "geforce"
     family = accelerator.split("-")[0]
     name = FABRIC_OF.get(family, family)
     return name if name in tables()["fabrics"] else ("mi300x" if family.startswith("mi") else "h100")

@@ -57,6 +57,16 @@ def test_playbook(card: dict[str, dict[str, float]]) -> None:
     assert figures["regret_three"] <= 0.03
 
 
+def test_sailor_on_equal_and_mixed_accelerators() -> None:
+    sailor = module("sailor")
+    found = dict(sailor.kinds(sailor.score(sailor.rows())))
+    errors = {name: sailor.median([each.time_error for each in some]) for name, some in found.items()}
+    assert len(found["all 36 rows"]) == 36 and len(found["mixed, none fitted"]) == 8
+    assert errors["all 36 rows"] <= 0.08 and errors["alike, held out"] <= 0.08
+    assert errors["mixed, none fitted"] <= 0.15
+    assert sailor.median([each.memory_error for each in found["each once"]]) <= 0.1
+
+
 def test_the_split_is_stable_and_holds_out_two_fifths() -> None:
     held = [ROWS.held_out(f"playbook-{number:04d}") for number in range(2000)]
     assert 0.36 < np.mean(held) < 0.44
