@@ -49,7 +49,7 @@ def describe(engine: Engine, optimizer: Moments, step: int, data: str) -> Manife
         engine.course.loss_scale = engine.loss_scale.values()
     if engine.balance is not None:
         engine.course.loads = engine.balance.values()
-    position = run.training.batch_sizes.sum_before(engine.course.batch(step))
+    position = run.training.places(engine.course.batch(step))[0]
     taken, layout, course = optimizer.steps_taken, str(run.layout), engine.course.table()
     return Manifest(step, taken, position, data, layout, dump_run(run), course=course)
 

@@ -53,22 +53,28 @@ def show(console: Console, plan: IslandsPlan, written: str = "", tokens: float |
     from rich.table import Table
 
     question, spec = plan.plans[0].question, plan.spec
+    batches = list(dict.fromkeys(own.question.global_batch for own in plan.plans))
+    each = f"{batches[0]} × {question.sequence} tokens each"
+    if len(batches) > 1:
+        each = f"{sum(own.question.global_batch for own in plan.plans)} × {question.sequence} tokens by their speeds"
     console.print(
         f"{question.model.name} ({amount(question.model.parameters)} parameters) on {len(plan.plans)} islands of "
-        f"{plan.groups.name}, {question.global_batch} × {question.sequence} tokens each, {question.precision}",
+        f"{plan.groups.name}, {each}, {question.precision}",
         markup=False,
     )
     table = Table(box=None, pad_edge=False)
     table.add_column("island", style="bold", no_wrap=True)
-    for name in ("GPUs", "step s", "MFU", "GiB", "host GiB/node"):
+    for name in ("GPUs", "batch", "step s", "MFU", "GiB", "host GiB/node"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("layout", style="bold", overflow="fold")
     for name, own, held in zip(plan.names, plan.plans, plan.host_bytes, strict=True):
         cells = (f"{own.seconds:.4g}", f"{own.utilization:.1%}", f"{own.peak / GIB:.1f}", f"{held / GIB:.1f}")
-        table.add_row(name, f"{own.layout.world_size:,}", *cells, str(own.layout))
+        table.add_row(name, f"{own.layout.world_size:,}", f"{own.question.global_batch:,}", *cells, str(own.layout))
     console.print(table)
+    uneven = f", batch_weights={spec.batch_weights}" if spec.batch_weights else ""
     console.print(
-        f"islands: every={spec.every}, fragments={spec.fragments}, delay={spec.delay}, bits={spec.bits}", style="bold"
+        f"islands: every={spec.every}, fragments={spec.fragments}, delay={spec.delay}, bits={spec.bits}{uneven}",
+        style="bold",
     )
     rate = plan.tokens_per_second
     console.print(

@@ -34,10 +34,10 @@ class Assignment:
 
 
 @lru_cache(maxsize=2)
-def assignment(source: Source, run: Run, first: int, size: int, cut: int) -> Assignment:
-    """Of `size` positions of the global order from `first` on. `cut`: tokens after which sequences are cut; 0: nowhere.
-    Kept for whoever asks again in the same step."""
-    ids = (source.documents_at(place).unsqueeze(0) for place in range(first, first + size))
+def assignment(source: Source, run: Run, places: Sequence[int], cut: int) -> Assignment:
+    """Of positions of the global order. `cut`: tokens after which sequences are cut; 0: nowhere. Kept for whoever asks
+    again in the same step."""
+    ids = (source.documents_at(place).unsqueeze(0) for place in places)
     documents = (Documents(each) for each in ids)
     lengths = [(each.cut(cut) if cut else each).lengths.numpy() for each in documents]
     works = [work(run, each) for each in lengths]
@@ -54,11 +54,11 @@ def assignment(source: Source, run: Run, first: int, size: int, cut: int) -> Ass
             list(own[at : at + layout.micro_batch_of(replica)])
             for at in range(0, len(own), layout.micro_batch_of(replica))
         ]
-        for replica, own in enumerate(layout.sequences_of(each, size) for each in range(layout.dp))
+        for replica, own in enumerate(layout.sequences_of(each, len(places)) for each in range(layout.dp))
     ]
-    places = [[[first + number for number in batch] for batch in batches] for batches in replicas]
+    taken = [[[places[number] for number in batch] for batch in batches] for batches in replicas]
     waits = (layout.zero >= 2 or layout.ep > 1) and not layout.has_unequal_counts
-    return Assignment(places, _imbalance(works, replicas, weights, waits), _imbalance(works, in_order, weights, waits))
+    return Assignment(taken, _imbalance(works, replicas, weights, waits), _imbalance(works, in_order, weights, waits))
 
 
 def _imbalance(

@@ -12,47 +12,46 @@ from cuboid.data.source import Source
 from cuboid.kernels.pinned_memory import to_device
 from cuboid.model.batch import MicroBatch
 from cuboid.spec.run import Run
+from cuboid.spec.training import Batch
 
 
-def micro_batches(source: Source, run: Run, step: int, replica: int, device: torch.device) -> list[MicroBatch]:
-    """Of a training step; `step` counts batches, also those that were omitted."""
-    sizes = run.training.batch_sizes
-    return _micro_batches(source, run, sizes.sum_before(step), sizes.at(step), replica, device, _cut(run, step))
+def micro_batches(source: Source, run: Run, batch: Batch, replica: int, device: torch.device) -> list[MicroBatch]:
+    """Of a training step; batches that were omitted are counted too."""
+    return _micro_batches(source, run, run.training.places(batch), replica, device, _cut(run, batch))
 
 
-def assigned(source: Source, run: Run, step: int) -> Assignment | None:
+def assigned(source: Source, run: Run, batch: Batch) -> Assignment | None:
     """How the sequences of a training step are assigned; None: in their order."""
-    sizes = run.training.batch_sizes
     if run.data.assignment == "order":
         return None
-    return assignment(source, run, sizes.sum_before(step), sizes.at(step), _cut(run, step))
+    return assignment(source, run, run.training.places(batch), _cut(run, batch))
 
 
-def _cut(run: Run, step: int) -> int:
-    length = run.training.lengths.at(step)
+def _cut(run: Run, batch: Batch) -> int:
+    """Islands, which take parts of batches, cut nothing."""
+    length = run.training.lengths.at(batch) if isinstance(batch, int) else run.training.sequence
     return length if length < run.training.sequence else 0
 
 
 def _micro_batches(
-    source: Source, run: Run, first: int, size: int, replica: int, device: torch.device, cut: int = 0
+    source: Source, run: Run, places: Sequence[int], replica: int, device: torch.device, cut: int = 0
 ) -> list[MicroBatch]:
-    """Of `size` positions from `first` on. In their order, each replica takes a run of them."""
-    wanted, width = run.layout.sequences_of(replica, size), run.layout.micro_batch_of(replica)
-    taken: Sequence[Sequence[int]] = [range(first + at, first + at + width) for at in wanted[::width]]
+    """Of positions in the global order. In this order, each replica takes a run of them."""
+    wanted, width = run.layout.sequences_of(replica, len(places)), run.layout.micro_batch_of(replica)
+    taken: Sequence[Sequence[int]] = [places[at : at + width] for at in wanted[::width]]
     if run.data.assignment == "work":
-        taken = assignment(source, run, first, size, cut).replicas[replica]
+        taken = assignment(source, run, places, cut).replicas[replica]
     batches = []
-    for places in taken:
-        samples = [source.at(place) for place in places]
+    for own in taken:
+        samples = [source.at(place) for place in own]
         if isinstance(samples[0], dict):
-            own = [sample for sample in samples if isinstance(sample, dict)]
-            batches.append(_own_batch(own, device, places))
+            batches.append(_own_batch([sample for sample in samples if isinstance(sample, dict)], device, own))
             continue
         tokens, labels = (torch.stack(parts) for parts in zip(*samples, strict=True))
         documents = torch.zeros(tokens.shape, dtype=torch.int64) if cut else None
         if run.data.uses_documents or run.model.prediction_layers:
-            documents = torch.stack([source.documents_at(place) for place in places])
-        batches.append(MicroBatch(to_device(tokens, device), to_device(labels, device), documents, cut, None, places))
+            documents = torch.stack([source.documents_at(place) for place in own])
+        batches.append(MicroBatch(to_device(tokens, device), to_device(labels, device), documents, cut, None, own))
     return batches
 
 
@@ -71,4 +70,4 @@ def evaluation_batches(
     many counts for nothing, so that the sum of losses over tokens with labels is exact."""
     size = run.training.global_batch
     for batch in range(min(run.evaluation.batches, -(-length // size))):
-        yield _micro_batches(source, run, batch * size, size, replica, device)
+        yield _micro_batches(source, run, range(batch * size, (batch + 1) * size), replica, device)

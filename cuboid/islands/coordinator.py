@@ -26,7 +26,7 @@ BEGINNING = 600.0
 """Seconds for which islands that begin wait for whoever decides, and for one another."""
 OTHER_RUN = (
     "this island has another model, data, seed, batch or [islands] table than the first one; only the layout and where "
-    "it writes may differ"
+    "it writes may differ, and training.global_batch by islands.batch_weights"
 )
 APART = (
     "the other islands have decided anew what this one had decided while it was away; it starts again with their state"

@@ -214,7 +214,7 @@ class Membership:
         for number, island in sorted(self.islands.items()):
             if island.connected and not island.entered:
                 island.entered, island.round = True, self._entry()
-                self._grant({number: self._wanted(island.round)})
+                self._grant({number: self._spec.weight_of(number) * self._wanted(island.round)})
             if not island.connected and now - island.lost_since > self._spec.grace_seconds:
                 self._forget(number)
         self._open_again()
@@ -253,7 +253,12 @@ class Membership:
                 for known in island.reported.get("held", ()):
                     if known in self.rounds:
                         self.rounds[known].have.add(number)
-                wanted[number] = max(0, int(island.reported["need"]))
+                need = int(island.reported["need"])
+                if need < 0 and not island.reported["running"]:  # it has resumed with a smaller part than it had
+                    kept = island.queue.take(len(island.queue) + need)
+                    self._take_back(island.queue)
+                    island.queue = kept
+                wanted[number] = max(0, need)
         self._grant(wanted)
         self.begun = True
 
@@ -299,7 +304,7 @@ class Membership:
         self.next = max(self.next, number + 1)
 
     def _wanted(self, round_: int) -> int:
-        """Batches that an island needs which enters before a round."""
+        """Batches that an island needs which enters before a round, for each part that it takes of one."""
         return self._spec.applied(round_, self._steps) - self._spec.entered(round_, self._steps)
 
     def _may_close(self, now: float) -> bool:
@@ -324,7 +329,7 @@ class Membership:
             spec, steps = self._spec, self._steps
             count = spec.applied(number + 1, steps) - spec.applied(number, steps)
             without = [each for each in found.members if each not in found.batches]
-            found.batches |= self._grant(dict.fromkeys(without, count))
+            found.batches |= self._grant({each: spec.weight_of(each) * count for each in without})
 
     def _commit(self, number: int, found: Round, now: float) -> None:
         """Nobody has taken the step before, so those that are lost can still be omitted by all."""
@@ -384,11 +389,12 @@ class Membership:
     # Batches.
 
     def _grant(self, counts: Mapping[int, int]) -> dict[int, list[Any]]:
-        """One after another to each island in turn."""
+        """As many as one step takes to each island in turn."""
         granted = {number: Batches() for number in counts}
-        for place in range(max(counts.values(), default=0)):
+        weights = {number: self._spec.weight_of(number) for number in counts}
+        for turn in range(max((-(-counts[each] // weights[each]) for each in counts), default=0)):
             for number in sorted(counts):
-                if place < counts[number]:
+                for _ in range(min(weights[number], counts[number] - turn * weights[number])):
                     batch = self._next_batch()
                     granted[number].add(batch)
                     self.islands[number].queue.add(batch)
@@ -425,11 +431,12 @@ class Membership:
         }
 
 
-def fingerprint(run: Run) -> str:
+def fingerprint(run: Run, number: int) -> str:
     """Equal on islands that train the same model on the same data alike."""
     own = ("layout", "output", "checkpoint", "resilience", "profile", "checks")
     plain = {name: type(getattr(run, name))() for name in own}
     training = replace(run.training, device="auto", backend="auto", bind="auto", threads_per_rank=1, compile="auto")
     training = replace(training, overlap_tensor="off", cuda_graphs="auto", deterministic=False, callbacks="")
+    training = replace(training, global_batch=training.global_batch // run.islands.weight_of(number))
     same = replace(run, **plain, training=training, samples=type(run.samples)(), evaluation=type(run.evaluation)())
     return hashlib.sha256(dump_run(replace(same, plan={})).encode()).hexdigest()

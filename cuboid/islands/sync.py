@@ -7,8 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,25 +24,20 @@ from cuboid.islands.links import (
     Counts,
     Gone,
     Held,
-    Link,
     LinkServer,
     Outbox,
     as_wire,
 )
 from cuboid.islands.membership import fingerprint
+from cuboid.islands.others import Others, at_once
 from cuboid.islands.outer import OuterState, Sent
 from cuboid.parallel.coordination import Coordination, open_coordination
-from cuboid.spec.island_homes import overlap, runs_of_blocks
-from cuboid.spec.layout import Layout
-from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
 
 FOREVER = 10 * 365 * 86400.0
 """Seconds: ranks of an island wait for each other as long as the island lives."""
 AGAIN = 0.2
 """Seconds before what nobody could give is asked for again."""
-AT_ONCE = 16
-"""Homes of other islands that are asked at once, at most."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +93,13 @@ class Islands:
         self.outer, self.site = outer, site
         self.run, self.spec = outer.engine.run, outer.spec
         self._steps, self._rank = self.run.training.steps, outer.engine.groups.world.index
+        self._weight = self.spec.weight_of(site.number)
         self.counts = Counts()
         self.queue = Batches(past.get("left", ()))
         self._taken = 0
         """Batches, since this process began."""
         self.round = int(past.get("round", 0))
         """The first that has not begun."""
-        self._known: dict[int, dict[str, Any]] = {}
-        """Layouts and addresses of islands."""
-        self._others: dict[str, Run] = {}
         # Those that were in flight are in the outer state already: only the weights do not follow it yet.
         pending = past.get("pending", ())
         self._flying = deque(InFlight(round_, None, members={site.number: 0}) for round_ in pending)
@@ -118,18 +110,17 @@ class Islands:
         self._problem: BaseException | None = None
         self._versions = [-1] * self.spec.fragments
         self._state_lock = threading.Lock()
-        self._runs = [runs_of_blocks(self.run, each, self._rank) for each in range(self.spec.fragments)]
         self._outbox = Outbox(2 * self.spec.fragments + 2, self._state_of)
         self._outbox.start_at(self.round)
         self._server = LinkServer(site.address, site.secret, self._outbox, self.counts)
-        self._links: dict[tuple[str, int], Link] = {}
+        self._others = Others(self.run, site.number, self._rank, site.secret, self.counts)
         # Calls of the main thread, those of the other one, and keys that tell ranks to wait no longer.
         self._own, self._beside, self._signals = (open_coordination(FOREVER) for _ in range(3))
         addresses = self._own.gather((site.address, self._server.port))
         self._client: Client | None = None
         if self._rank == 0:
             said: dict[str, Any] = {
-                "run": fingerprint(self.run),
+                "run": fingerprint(self.run, site.number),
                 "layout": str(self.run.layout),
                 "addresses": addresses,
                 "running": False,
@@ -153,20 +144,20 @@ class Islands:
     @property
     def known(self) -> set[int]:
         """Islands that have taken part since this one did."""
-        return set(self._known)
+        return set(self._others.known)
 
     # Batches.
 
     def _needed(self, step: int) -> int:
         """Batches until the next round brings more."""
-        return self.spec.applied(self.round, self._steps) - step - len(self.queue)
+        return self._weight * (self.spec.applied(self.round, self._steps) - step) - len(self.queue)
 
-    def next_batch(self, step: int) -> int:
-        """Of the global order, for a step counted from 0."""
-        if not len(self.queue):
-            self._ask_for(max(1, self._needed(step)))
-        self._taken += 1
-        return self.queue.take(1).runs[0][0]
+    def next_batch(self, step: int) -> tuple[int, ...]:
+        """Of the global order, for a step counted from 0: as many as this island's weight."""
+        if (missing := self._weight - len(self.queue)) > 0:
+            self._ask_for(max(missing, self._needed(step)))
+        self._taken += self._weight
+        return tuple(self.queue.take(self._weight))
 
     def _ask_for(self, count: int) -> None:
         runs = self._client.more(count, _still_here) if self._client is not None else []
@@ -180,7 +171,7 @@ class Islands:
         has stopped."""
         told: Any = self._client.enter(_still_here) if self._client is not None else None
         entered = self._own.broadcast(told)
-        self._learn(entered.islands)
+        self._others.learn(entered.islands)
         self._versions = [_last(entered.round, each, self.spec.fragments) for each in range(self.spec.fragments)]
         self.queue = Batches(entered.batches)
         if entered.round == self.round:
@@ -222,7 +213,7 @@ class Islands:
     def _begin(self, round_: int) -> None:
         fragment = self.spec.fragment_of(round_)
         sent, tokens = self.outer.contribute(fragment), self.outer[fragment].tokens
-        self._outbox.put(round_, Held(self._runs[fragment], sent.wire))
+        self._outbox.put(round_, Held(self._others.blocks[fragment], sent.wire))
         if self._client is not None:
             self._client.arrive(round_, tokens, self._taken)
         self.round = round_ + 1
@@ -325,7 +316,7 @@ class Islands:
         while True:
             said: Any = self._client.news(job.round, mark, lambda: None) if self._client is not None else None
             news: News = self._beside.broadcast(said)
-            self._learn(news.islands)
+            self._others.learn(news.islands)
             mark = (news.version, news.committed)
             if not news.members:
                 if job.sent is None:
@@ -360,9 +351,6 @@ class Islands:
         if takes_part:
             state.tokens -= job.tokens
 
-    def _learn(self, islands: dict[int, dict[str, Any]]) -> None:
-        self._known |= islands
-
     def _fetch(self, job: InFlight, news: News, wires: dict[int, Tensor]) -> bool:
         """What each member sent of the blocks that are at home here; whether all of it is."""
         fragment = self.spec.fragment_of(job.round)
@@ -379,11 +367,11 @@ class Islands:
         fresh: dict[int, Tensor] = {}
         for number in news.members.keys() - wires.keys():
             fresh[number] = torch.empty(blocks, size, dtype=torch.uint8)
-            if number not in self._known:
+            if number not in self._others.known:
                 return False
-            todo += self._questions(SENT, number, fragment, job.round, fresh[number], wanted, patience)
+            todo += self._others.questions(SENT, number, fragment, job.round, fresh[number], wanted, patience)
         try:
-            _at_once(todo)
+            at_once(todo)
         except (Abandoned, Gone):
             return False
         wires |= fresh
@@ -399,65 +387,25 @@ class Islands:
             store.set(f"{round_}/{known}", b"1")
         return version
 
-    def _questions(
-        self,
-        kind: bytes,
-        number: int,
-        fragment: int,
-        round_: int,
-        into: Tensor,
-        wanted: Callable[[], bool],
-        patience: float,
-    ) -> list[Callable[[], list[int]]]:
-        """For each rank of another island that has some of what is at home here."""
-        other, addresses = self._other(self._known[number]["layout"]), self._known[number]["addresses"]
-        own = self._runs[fragment]
-        places, before = [], 0
-        for first, stop in own:
-            places.append((first, before))
-            before += stop - first
-        found: list[Callable[[], list[int]]] = []
-        for rank, (host, port) in enumerate(addresses):
-            shared = overlap(own, runs_of_blocks(other, fragment, rank))
-            if not shared:
-                continue
-            link = self._links.setdefault((host, port), Link(host, port, self.site.secret, self.counts))
-            parts = []
-            for first, stop in shared:
-                begin = next(place + first - low for low, place in reversed(places) if low <= first)
-                parts.append(((first, stop), into[begin : begin + stop - first]))
-
-            def ask(link: Link = link, parts: list[Any] = parts) -> list[int]:
-                return [link.fetch(kind, fragment, round_, run, part, wanted, patience) for run, part in parts]
-
-            found.append(ask)
-        return found
-
-    def _other(self, layout: str) -> Run:
-        """This run as another island has it, for what its ranks keep."""
-        if layout not in self._others:
-            self._others[layout] = replace(self.run, layout=Layout.parse(layout))
-        return self._others[layout]
-
     # The outer state, for an island that joins, or was so late that what others sent is gone.
 
     def _state_of(self, fragment: int) -> tuple[int, Held]:
         with self._state_lock:
             state = self.outer[fragment]
             both = torch.cat((as_wire(state.weights), as_wire(state.momentum)), 1)
-            return self._versions[fragment] + 1, Held(self._runs[fragment], both)
+            return self._versions[fragment] + 1, Held(self._others.blocks[fragment], both)
 
     def _copy(self, fragment: int, version: int, ranks: Coordination) -> bool:
         """Of any other island, as it was when it had finished all rounds before this one, or later. Whether one has
         it; the weights do not follow yet."""
         islands: dict[int, dict[str, Any]] = ranks.broadcast(self._client.islands if self._client is not None else {})
-        self._learn(islands)
+        self._others.learn(islands)
         state, patience = self.outer[fragment], min(self.spec.grace_seconds, PATIENCE)
         width = 2 * state.weights.shape[1] * state.weights.element_size()
         for source in sorted(islands.keys() - {self.site.number}):
             into = torch.empty(len(state.weights), width, dtype=torch.uint8)
             found = set[int]()
-            for ask in self._questions(STATE, source, fragment, version, into, lambda: True, patience):
+            for ask in self._others.questions(STATE, source, fragment, version, into, lambda: True, patience):
                 try:
                     found.update(ask())
                 except (Abandoned, Gone):
@@ -485,13 +433,3 @@ def _last(round_: int, fragment: int, fragments: int) -> int:
 def _still_here() -> None:
     """For a watchdog: who waits for a slow link does not hang."""
     HEARTBEAT.do("reading")
-
-
-def _at_once(todo: list[Callable[[], object]]) -> None:
-    if len(todo) < 2:
-        for each in todo:
-            each()
-        return
-    with ThreadPoolExecutor(min(len(todo), AT_ONCE)) as pool:
-        for future in [pool.submit(each) for each in todo]:
-            future.result()

@@ -55,6 +55,12 @@ class IslandOptions:
                 f"island={self.island} is none of islands.count={count}; use {up_to(count - 1, 'island=')}, or a "
                 "larger count on all islands"
             )
+        batch, weight = run.training.global_batch, run.islands.weight_of(self.island)
+        if batch % weight:
+            raise UserError(
+                f"training.global_batch={batch} has no {weight} equal parts, island {self.island}'s weight in islands."
+                f"batch_weights={run.islands.batch_weights}; use training.global_batch={-(-batch // weight) * weight}"
+            )
         if len(self.endpoints()) > 1 and 2 * quorum <= count:
             raise UserError(
                 f"islands.quorum={quorum} of count={count} lets two halves of a broken network decide apart at several "

@@ -29,7 +29,7 @@ def dump_islands_plan(plan: IslandsPlan, train_tokens: float = 0.0) -> str:
     """The run file of all islands, headed by what the planner did not choose."""
     first = plan.run(0)
     if train_tokens:
-        a_step = first.training.global_batch * first.training.sequence * len(plan.plans)
+        a_step = sum(own.question.global_batch * own.question.sequence for own in plan.plans)
         first = replace(first, training=replace(first.training, steps=ceil(train_tokens / a_step)))
     run = replace(first, plan=_table(plan))
     lines = [*to_choose(run), *(f"Island {number}, {line}" for number, line in enumerate(start_lines(plan, "THIS")))]
@@ -61,7 +61,7 @@ def _table(plan: IslandsPlan) -> dict[str, object]:
     others = {"alone": plan.alone, "one_job": plan.one_job, "unequal": plan.unequal}
     table |= {name: encode(other) for name, other in others.items() if other is not None}
     table[ISLANDS] = {
-        group.name: {"layout": str(own.layout), "times": encode(times)}
+        group.name: {"layout": str(own.layout), "global_batch": own.question.global_batch, "times": encode(times)}
         | {"group": {key: value for key, value in encode(group).items() if key in OWN}}
         | plan_table(own)
         for group, own, times in zip(members, plan.plans, plan.times, strict=True)
@@ -76,13 +76,14 @@ def plans_islands(table: Mapping[str, object]) -> bool:
 
 
 def with_island(table: Table, number: int) -> Table:
-    """The run file of one island: with its layout and its own plan."""
+    """The run file of one island: with its layout, batch and own plan."""
     rows = list(_rows(table["plan"]).values())
     if not 0 <= number < len(rows):
         raise UserError(f"island={number} is not in the plan; use {up_to(len(rows) - 1, 'island=')}")
     row = convert(rows[number], dict[str, object], f"plan.{ISLANDS}")
-    own = {key: value for key, value in row.items() if key not in ("layout", "times", "group")}
-    return {**table, "layout": _field(row, "layout", str), "plan": own}
+    own = {key: value for key, value in row.items() if key not in ("layout", "global_batch", "times", "group")}
+    training = {**_field(table, "training", dict[str, object]), "global_batch": _field(row, "global_batch", int)}
+    return {**table, "layout": _field(row, "layout", str), "training": training, "plan": own}
 
 
 def _rows(plan: object) -> Mapping[str, object]:

@@ -1,8 +1,8 @@
 """Which groups of a cluster file become islands of one training, with which layouts, and how they synchronise.
 
-All islands take batches of the same size, so the slowest one sets the pace: groups are tried as the fastest one or two,
-three … of them. For each number the batch is shared out, each island gets its own best layout, and the table [islands]
-is the mildest one with which the links cost less than a twentieth of the time."""
+All islands take as many steps, so the slowest one sets the pace: groups are tried as the fastest one or two, three … of
+them. For each number the batch is shared out, equally and by their speeds, each island gets its own best layout, and
+the table [islands] is the mildest one with which the links cost less than a twentieth of the time."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from cuboid.cost.island_loss import ExpectedLoss, expected_loss
 from cuboid.cost.rounds import IslandTimes, Prediction, Timeline, endless, rounds_over_time
 from cuboid.errors import UserError
 from cuboid.planning.choose import SIMULATED, fastest, resized_search, with_reasons
+from cuboid.planning.island_batches import share, weights_by_speed
 from cuboid.planning.island_links import Paths, Sent, fragment_bytes, sent_between
 from cuboid.planning.mixed_search import mixed_job
 from cuboid.planning.plan import Plan
@@ -25,9 +26,12 @@ from cuboid.spec.cluster import ClusterSpec, LinkTier
 from cuboid.spec.coding import decode, field_types, parse_text, require_known
 from cuboid.spec.groups import Group, Groups
 from cuboid.spec.islands import IslandsSpec
+from cuboid.spec.layout import format_weights, parse_weights
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
 
+MORE = 1.05
+"""Times the tokens in the same time for which an island more, or batches by speed, are taken."""
 COMPUTING = 0.95
 """Fraction of the time that the slowest island should compute."""
 EVERY = (32, 64, 128, 256, 512)
@@ -134,7 +138,8 @@ def parse_wanted(text: str) -> dict[str, Any]:
             raise UserError(f"islands={part} is no field with a value; write it like every=64,bits=4")
         require_known(name, types, "islands")
         wanted[name] = parse_text(value, types[name], f"islands.{name}")
-    decode(IslandsSpec, {"count": 2, **wanted}, "islands")
+    weights = parse_weights(str(wanted.get("batch_weights", "1x2")), "islands.batch_weights")
+    decode(IslandsSpec, {"count": max(2, len(weights)), **wanted}, "islands")
     return wanted
 
 
@@ -150,37 +155,57 @@ def islands_alone(groups: Groups, ask: Ask, global_batch: int) -> IslandsPlan:
 
 
 def fastest_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping[str, Any]) -> Candidate:
-    """The best number of the fastest groups."""
-    by_speed = _by_speed(groups, ask, global_batch)
+    """The best number of the fastest groups, with equal batches or with batches by their speeds."""
+    seconds = _step_seconds(groups, ask, global_batch)
+    by_speed = sorted((group for group in groups.groups if group.name in seconds), key=lambda each: seconds[each.name])
     best: Candidate | None = None
+    refused: UserError | None = None
     for count in _counts(by_speed):
         members = tuple(group for group in groups.groups if group in by_speed[:count])
-        if best is not None and _most(by_speed[count - 1], ask, global_batch, count) <= best.tokens_per_second:
-            continue
-        try:
-            found = _candidate(groups, members, ask, share(global_batch, count), wanted)
-        except UserError:
-            if best is None and count == len(by_speed):
-                raise
-            continue
-        if best is None or found.tokens_per_second > best.tokens_per_second:
-            best = found
+        for weights in _weights(global_batch, [1 / seconds[group.name] for group in members], wanted):
+            if best is not None:
+                slowest = max(zip(members, weights, strict=True), key=lambda each: each[1] * seconds[each[0].name])
+                if _most(*slowest, sum(weights), ask, global_batch) <= best.tokens_per_second:
+                    continue
+            try:
+                found = _candidate(groups, members, ask, global_batch, weights, wanted)
+            except UserError as reason:
+                refused = refused or reason
+                continue
+            if best is None or found.tokens_per_second > _worth(best, found) * best.tokens_per_second:
+                best = found
     if best is None:
-        raise UserError(
+        raise refused or UserError(
             f"{groups.name} has {len(by_speed)} group that fits the model; name it, as in {groups.name}.toml:"
             f"{by_speed[0].name}"
         )
     return replace(best, first=by_speed[0])
 
 
-def _most(slowest: Group, ask: Ask, global_batch: int, count: int) -> float:
-    """Tokens a second of so many islands, which take as many steps as the slowest one, if nothing else took time."""
+def _most(slowest: Group, weight: int, parts: int, ask: Ask, global_batch: int) -> float:
+    """Tokens a second of islands, which take as many steps as the slowest one, if nothing else took time."""
+    part = share(global_batch, parts)
     try:
-        question = ask(slowest.cluster, share(global_batch, count))
+        question = ask(slowest.cluster, weight * part)
     except UserError:
         return 0.0
     best = resized_search(question)
-    return count * question.global_batch * question.sequence * SIMULATED / best[0] if best else 0.0
+    return parts * part * question.sequence * SIMULATED / best[0] if best else 0.0
+
+
+def _worth(best: Candidate, found: Candidate) -> float:
+    """How many times as fast it must be. Each island more learns a little less, and unequal ones are more to keep."""
+    alike = len(found.plans) == len(best.plans) and not found.spec.batch_weights
+    return 1.0 if alike else MORE
+
+
+def _weights(global_batch: int, speeds: Sequence[float], wanted: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """Parts of a batch that islands take; of equal ones each takes one."""
+    if "batch_weights" in wanted:
+        given = parse_weights(str(wanted["batch_weights"]), "islands.batch_weights")
+        return [given] if len(given) == len(speeds) else []
+    equal, uneven = (1,) * len(speeds), weights_by_speed(global_batch, speeds)
+    return [equal] if max(uneven) == min(uneven) else [equal, uneven]
 
 
 def _counts(by_speed: Sequence[Group]) -> list[int]:
@@ -192,21 +217,12 @@ def _counts(by_speed: Sequence[Group]) -> list[int]:
     return [count for count in every if count == len(by_speed) or kinds[count] != kinds[count - 1]]
 
 
-def share(global_batch: int, count: int) -> int:
-    """The batch of one of `count` islands: where that is no whole number, a round one near it."""
-    if global_batch % count == 0:
-        return global_batch // count
-    exact = global_batch / count
-    step = max(1, 1 << max(0, int(exact).bit_length() - 4))
-    return max(step, round(exact / step) * step)
-
-
-def _by_speed(groups: Groups, ask: Ask, global_batch: int) -> list[Group]:
-    """Those that fit the model, the fastest first."""
-    found: list[tuple[float, int, Group]] = []
+def _step_seconds(groups: Groups, ask: Ask, global_batch: int) -> dict[str, float]:
+    """Of groups that fit the model, with equal batches."""
+    found: dict[str, float] = {}
     refused: UserError | None = None
     known: dict[ClusterSpec, float] = {}
-    for place, group in enumerate(groups.groups):
+    for group in groups.groups:
         like = replace(group.cluster, name="")
         if like not in known:
             try:
@@ -217,13 +233,13 @@ def _by_speed(groups: Groups, ask: Ask, global_batch: int) -> list[Group]:
             scores = search(question, group.cluster.accelerators, keep=1)
             known[like] = float(scores.seconds[0]) if len(scores.space) else float("inf")
         if known[like] < float("inf"):
-            found.append((known[like], place, group))
+            found[group.name] = known[like]
     if not found:
         if refused is not None:
             raise refused
         first = groups.groups[0]
         fastest(ask(first.cluster, global_batch))  # says what does not fit
-    return [group for _, _, group in sorted(found, key=lambda each: each[:2])]
+    return found
 
 
 @dataclass(frozen=True)
@@ -243,17 +259,24 @@ class Candidate:
 
 
 def _candidate(
-    groups: Groups, members: tuple[Group, ...], ask: Ask, batch: int, wanted: Mapping[str, Any]
+    groups: Groups,
+    members: tuple[Group, ...],
+    ask: Ask,
+    global_batch: int,
+    weights: tuple[int, ...],
+    wanted: Mapping[str, Any],
 ) -> Candidate:
-    known: dict[ClusterSpec, Plan] = {}
+    known: dict[tuple[ClusterSpec, int], Plan] = {}
     chosen = []
-    for group in members:
-        like = replace(group.cluster, name="")
-        if like not in known:
-            known[like] = fastest(ask(group.cluster, batch))
-        chosen.append(replace(known[like], question=ask(group.cluster, batch)))
+    part = share(global_batch, sum(weights))
+    for group, weight in zip(members, weights, strict=True):
+        key = replace(group.cluster, name=""), weight * part
+        if key not in known:
+            known[key] = fastest(ask(group.cluster, weight * part))
+        chosen.append(replace(known[key], question=ask(group.cluster, weight * part)))
     paths = Paths(groups, members)
-    return Candidate(paths, tuple(chosen), *_mildest(paths, chosen, wanted), first=members[0])
+    uneven = {"batch_weights": format_weights(weights)} if max(weights) > min(weights) else {}
+    return Candidate(paths, tuple(chosen), *_mildest(paths, chosen, {**wanted, **uneven}), first=members[0])
 
 
 def _planned(groups: Groups, found: Candidate) -> IslandsPlan:
@@ -374,7 +397,7 @@ def _compared(best: IslandsPlan, ask: Ask, global_batch: int, first: Group) -> I
         )
     left = [group.name for group in best.groups.groups if group.name not in best.names]
     if left:
-        notes.append(f"without {' and '.join(left)}: all islands would wait for the slowest one")
+        notes.append(f"without {' and '.join(left)}: with it the others are less than {MORE - 1:.0%} faster")
     if isinstance(alone, Other) and alone.tokens_per_second >= best.tokens_per_second:
         notes.append(f"{alone.name} alone is as fast: plan for {best.groups.name}.toml:{alone.name}")
     for other in (together, unequal):

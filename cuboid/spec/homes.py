@@ -239,7 +239,8 @@ def stage_buckets(run: Run, pipeline_rank: int) -> tuple[Bucket, ...]:
     known: dict[object, list[tuple[Matrix, NDArray[np.int64]]]] = {}
     lots: list[list[tuple[str, Matrix, NDArray[np.int64]]]] = [[]]
     for layer in (layer for stage in layout.stages_of(pipeline_rank) for layer in layers[stage]):
-        kind = layer if own else (model.has_experts(layer), layer < model.layers)
+        # The first prediction layer's unit holds the head's norm too, which moves what ranks keep of it.
+        kind = layer if own else (model.has_experts(layer), max(-1, min(layer - model.layers, 1)))
         if kind not in known:
             known[kind] = [(matrix, _holders(matrix)) for matrix in _placeless(run, layer)]
         elements = sum(matrix.rows * matrix.columns for _, matrix, _ in lots[-1])

@@ -13,6 +13,7 @@ from math import prod
 
 from cuboid.errors import UserError, either
 from cuboid.spec.coding import check_types, require_at_most, require_in_range
+from cuboid.spec.layout import parse_weights
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.sharding import Declared, units
 
@@ -20,6 +21,8 @@ BLOCK = 256
 """Elements that have one scale where they travel in 8 or 4 bits."""
 BITS = (4, 8, 16, 32)
 MOST_ISLANDS = 1024
+MOST_PARTS = 1024
+"""That an island takes in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,9 @@ class IslandsSpec:
 
     count: int = 1
     """Islands, each with a layout of its own; 1: none, and nothing else in this table counts."""
+    batch_weights: str = ""
+    """What part of the data each island takes, such as 3:1 where the first one is three times as fast as the second:
+    so much larger is its own `training.global_batch`. Empty: all islands have equal batches."""
     every: int = 32
     """Steps of each island between two synchronisations of one fragment."""
     ramp_steps: int = 0
@@ -91,6 +97,27 @@ class IslandsSpec:
             raise UserError(f"islands.momentum={self.momentum:g} never forgets; use momentum=0.9, below 1")
         if self.quorum > self.count:
             raise UserError(f"islands.quorum={self.quorum} is more than count={self.count}; use that or less")
+        if self.batch_weights:
+            self._check_weights()
+
+    def _check_weights(self) -> None:
+        weights = parse_weights(self.batch_weights, "islands.batch_weights")
+        if len(weights) != self.count:
+            raise UserError(
+                f"islands.batch_weights={self.batch_weights} has {len(weights)} weights for count={self.count}; use "
+                "one for each island"
+            )
+        if not 1 <= min(weights) <= max(weights) <= MOST_PARTS:
+            raise UserError(
+                f"islands.batch_weights={self.batch_weights} has a weight that is not between 1 and {MOST_PARTS}; use "
+                "3:1 or the like"
+            )
+
+    def weight_of(self, island: int) -> int:
+        """How many parts of the data it takes in a step."""
+        if not self.batch_weights:
+            return 1
+        return parse_weights(self.batch_weights, "islands.batch_weights")[island]
 
     def check_model(self, model: ModelSpec) -> None:
         most = model.layers + model.prediction_layers + 2

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from cuboid.spec.training import Batch
+
 
 @dataclass
 class Course:
@@ -23,10 +25,10 @@ class Course:
 
     islands: dict[str, Any] = field(default_factory=dict)
     """Of an island: the round it begins next, its batches, what it knows of all, and what was in flight."""
-    taken: dict[int, int] = field(default_factory=dict)
+    taken: dict[int, Batch] = field(default_factory=dict)
     """Of an island the batches of its latest steps; no part of a checkpoint."""
 
-    def batch(self, step: int) -> int:
+    def batch(self, step: int) -> Batch:
         """The global batch of a step; both count from 0."""
         if step in self.taken:
             return self.taken[step]

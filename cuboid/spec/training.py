@@ -2,6 +2,7 @@
 [evaluation] and [profile]."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,6 +13,8 @@ from cuboid.spec.ramp import Ramp, parse_ramp
 
 MOST = {"steps": 10**9, "global_batch": 1 << 24, "sequence": 1 << 28, "threads_per_rank": 1024}
 """Above them no machine has the memory or the time."""
+Batch = int | tuple[int, ...]
+"""A batch of the global order by its number; or as many equal parts of one as there are, by theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +105,13 @@ class TrainingSpec:
     def batch_sizes(self) -> Ramp:
         """Sequences of each batch."""
         return parse_ramp("batch_ramp", self.batch_ramp, self.global_batch)
+
+    def places(self, batch: Batch) -> Sequence[int]:
+        """The positions of its sequences in the global order."""
+        if isinstance(batch, int):
+            return range(self.batch_sizes.sum_before(batch), self.batch_sizes.sum_before(batch + 1))
+        size = self.global_batch // len(batch)
+        return tuple(place for part in batch for place in range(part * size, (part + 1) * size))
 
     @property
     def lengths(self) -> Ramp:

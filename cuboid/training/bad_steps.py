@@ -12,6 +12,7 @@ from cuboid.errors import RankError
 from cuboid.parallel.collectives import start_all_gather
 from cuboid.parallel.parallelize import Engine
 from cuboid.resilience.bad_steps import Judge, note_bad_step, number
+from cuboid.spec.training import Batch
 from cuboid.training.callbacks import Callback
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.replicas import deviations
@@ -25,7 +26,7 @@ class BadSteps(Callback):
     def __init__(self, engine: Engine, source: Source, done: int) -> None:
         self._engine, self._source = engine, source
         self._judge = Judge(engine.run, engine.course, done)
-        self._retried: set[int] = set()
+        self._retried: set[Batch] = set()
 
     def judge(self, trainer: Trainer, step: int) -> LeavesOut | None:
         """For a step that must be judged before its update; others are when their numbers are there."""
@@ -60,6 +61,7 @@ class BadSteps(Callback):
         """The run resumes without the batch of that step, or tries it again."""
         course = self._engine.course
         batch, skipped = course.batch(step - 1), course.skipped
+        assert isinstance(batch, int)  # islands do not go back
         trainer.roll_back(step)
         if self._engine.run.resilience.bad_steps == "retry":
             self._retried.add(batch)
@@ -81,10 +83,10 @@ class BadSteps(Callback):
         # Every rank takes part in the all-gather above; the rest is rank 0's.
         if world.index:
             return
-        batch, ramp = self._engine.course.batch(step), run.training.batch_sizes
+        batch = self._engine.course.batch(step)
         # Where each sample of the batch comes from, so that bad data can be found and looked at.
         samples = []
-        for position in range(ramp.sum_before(batch), ramp.sum_before(batch + 1)):
+        for position in run.training.places(batch):
             origin = self._source.origin(position)
             samples.append({"position": position, **(asdict(origin) if origin else {})})
         row = {

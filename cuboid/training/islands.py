@@ -13,6 +13,7 @@ from cuboid.islands.outer import OuterState
 from cuboid.islands.sync import Islands, Site, Synchronised
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.parallelize import Engine
+from cuboid.spec.training import Batch
 from cuboid.training.callbacks import Callback
 from cuboid.training.step import PendingStep, StepResult
 
@@ -41,7 +42,7 @@ class IslandRounds(Callback):
         if trainer.done != begun and not self._quiet:
             say(f"the other islands are at step {trainer.done}: this one continues there, with the outer weights")
 
-    def next_batch(self, step: int) -> int:
+    def next_batch(self, step: int) -> Batch:
         """Of the global order; `step` counts from 0."""
         course = self._engine.course
         if step not in course.taken:

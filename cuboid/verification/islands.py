@@ -101,11 +101,12 @@ def _round(values: Tensor, bits: int) -> Tensor:
 
 
 class Simulation:
-    """So many islands, whose batches are dealt in turn and of which none is ever late."""
+    """Islands, one run each, whose batches are dealt in turn and of which none is ever late."""
 
-    def __init__(self, run: Run, count: int) -> None:
-        self._run, self._spec = run, run.islands
-        self.islands = [OneProcess(run) for _ in range(count)]
+    def __init__(self, runs: Sequence[Run]) -> None:
+        run = self._run = runs[0]
+        self._spec = run.islands
+        self.islands = [OneProcess(each) for each in runs]
         self.outer = {name: x.detach().clone() for name, x in self.islands[0].parameters.items()}
         self.momentum = {name: torch.zeros_like(x) for name, x in self.outer.items()}
         self._errors = [{name: torch.zeros_like(x) for name, x in self.outer.items()} for _ in self.islands]
@@ -115,10 +116,11 @@ class Simulation:
         self.middle: list[Tensors] = []
 
     def train(self) -> None:
-        steps, spec, count = self._run.training.steps, self._spec, len(self.islands)
+        steps, spec, fresh = self._run.training.steps, self._spec, 0
         for step in range(1, steps + 1):
             for number, island in enumerate(self.islands):
-                seen = island.step(step - 1, (step - 1) * count + number)
+                fresh, first = fresh + spec.weight_of(number), fresh
+                seen = island.step(step - 1, tuple(range(first, fresh)))
                 self._tokens[number] = [tokens + seen for tokens in self._tokens[number]]
             self._apply(step)
             for round_ in spec.rounds_due(step, steps):
@@ -126,7 +128,7 @@ class Simulation:
                 self._flying.append(round_)
             self._apply(step)
             if step == steps // 2:
-                self.middle = [self.parameters(number) for number in range(count)]
+                self.middle = [self.parameters(number) for number in range(len(self.islands))]
 
     def parameters(self, number: int) -> Tensors:
         return {name: x.detach().cpu().clone() for name, x in self.islands[number].parameters.items()}
@@ -203,8 +205,7 @@ def planned_bytes(runs: Sequence[Run], number: int, rank: int) -> tuple[int, int
 def judge(rank: int, runs: list[Run], found: list[Observed]) -> dict[str, Any]:
     """Against a simulation, in this process."""
     run = runs[0]
-    alone = replace(run, layout=Layout())
-    simulation = Simulation(alone, len(runs))
+    simulation = Simulation([replace(each, layout=Layout()) for each in runs])
     simulation.train()
     floor = run.learning_rate.peak
     losses = max(

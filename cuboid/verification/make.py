@@ -72,29 +72,34 @@ def take(field: str, value: str, overrides: tuple[str, ...]) -> tuple[str, tuple
 def islands_runs(
     islands: str, model: str, overrides: tuple[str, ...], steps: int | None, dtype: str, seed: int
 ) -> list[Run]:
-    """One run per island of `A; B; C`, equal in all but the layout. `steps`: default: every fragment is synchronised
-    twice, and once more after the last step."""
+    """One run per island of `A; B; C`, equal in all but the layout, and the batch by `islands.batch_weights`. `steps`:
+    default: every fragment is synchronised twice, and once more after the last step."""
     layouts = [part.strip() for part in islands.split(";")]
     if not all(layouts):
         raise UserError(f'--islands "{islands}" is no list of layouts; write it like "tp=2; pp=2; dp=2,zero=3"')
     if len(layouts) > MOST_ISLANDS:
         raise UserError(f"--islands names {len(layouts)} layouts; use {MOST_ISLANDS} or fewer")
-    shapes = _for_each(layouts, Layout.parse)  # all of them, before one is blamed for what another lacks
+    # All of them, before one is blamed for what another lacks.
+    shapes = _for_each(layouts, lambda number: Layout.parse(layouts[number]))
     # A single island steps with the outer optimizer too, which it does only in a proof.
     table = (f"islands.count={max(2, len(layouts))}", "islands.every=2", *overrides)
     first = verification_run(layouts[0], model, table, 3 if steps is None else steps, dtype, seed, layouts)
     if steps is None:
         steps = 2 * first.islands.every + first.islands.delay + 1
         first = replace(first, training=replace(first.training, steps=steps))
-    by_text = dict(zip(layouts, shapes, strict=True))
-    return _for_each(layouts, lambda layout: replace(first, layout=by_text[layout]))
+
+    def made(number: int) -> Run:
+        batch = first.training.global_batch * first.islands.weight_of(number)
+        return replace(first, layout=shapes[number], training=replace(first.training, global_batch=batch))
+
+    return _for_each(layouts, made)
 
 
-def _for_each(layouts: Sequence[str], make: Callable[[str], T]) -> list[T]:
+def _for_each(layouts: Sequence[str], make: Callable[[int], T]) -> list[T]:
     made = []
     for number, layout in enumerate(layouts):
         try:
-            made.append(make(layout))
+            made.append(make(number))
         except UserError as error:
             raise UserError(f"island {number} of --islands, {layout}: {error}") from None
     return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from cuboid.spec.layout import Layout
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import ShardingRank
+from cuboid.spec.training import Batch
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.training.adamw import named_moments
 from cuboid.training.learning_rate import learning_rate
@@ -233,17 +234,18 @@ class OneProcess:
             start={name: parameter.detach().cpu().clone() for name, parameter in self.parameters.items()}
         )
 
-    def step(self, step: int, batch: int) -> int:
+    def step(self, step: int, batch: Batch) -> int:
         """On a batch of the global order; returns its tokens with labels."""
         run, trace = self._run, self.trace
         self._model.zero_grad()
         self._computing.begin_step()
         if self._clip is not None:
             self._clip.begin_step()
-        places = range(run.training.batch_sizes.sum_before(batch), run.training.batch_sizes.sum_before(batch + 1))
+        places = run.training.places(batch)
         if self._balance is not None:
             self._balance.begin_step(len(places))
-        tokens = self._passes(step, places, run.training.lengths.at(batch))
+        length = run.training.lengths.at(batch) if isinstance(batch, int) else run.training.sequence
+        tokens = self._passes(step, places, length)
         if self._balance is not None:
             self._balance.end_passes()
         for parameter in self.parameters.values():
@@ -258,7 +260,7 @@ class OneProcess:
         self._finish_step()
         return tokens
 
-    def _passes(self, step: int, places: range, length: int) -> int:
+    def _passes(self, step: int, places: Sequence[int], length: int) -> int:
         """Forward and backward, sample by sample; returns the tokens with labels."""
         run, samples = self._run, self._samples
         tokens = sum(samples.counted(place) for place in places)

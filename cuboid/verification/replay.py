@@ -108,9 +108,9 @@ def replay_rank(rank: int, run: Run, checkpoint: str, first: int, step: int, tim
                 apply_update(engine, optimizer, pending, learning_rate(run.learning_rate, number, run.training.steps))
         attempts.append(_seen(engine, pending))
     HEARTBEAT.enter("finish")
-    batch, ramp = engine.course.batch(step), run.training.batch_sizes
-    positions = range(ramp.sum_before(batch), ramp.sum_before(batch + 1))
-    origins = [(position, source.origin(position)) for position in positions]
+    batch = engine.course.batch(step)
+    assert isinstance(batch, int)  # of a process that is no island
+    origins = [(position, source.origin(position)) for position in run.training.places(batch)]
     samples = [{"position": position, **(asdict(origin) if origin else {})} for position, origin in origins]
     return Replayed(attempts, batch, samples)
 

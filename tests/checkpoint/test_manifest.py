@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -44,12 +45,12 @@ def test_one_flipped_byte_is_named(checkpoint: Path, name: str, part: float, bit
 def test_every_byte_of_the_manifest_is_guarded(checkpoint: Path) -> None:
     path = checkpoint / MANIFEST
     content = path.read_bytes()
-    for place in range(len(content)):
-        changed = bytearray(content)
-        changed[place] ^= 0x01
-        path.write_bytes(changed)
-        with pytest.raises(UserError, match=MANIFEST):
-            read_manifest(checkpoint)
+    with path.open("r+b", buffering=0) as file:  # written anew each time, it would go to the disk each time
+        for place, byte in enumerate(content):
+            os.pwrite(file.fileno(), bytes([byte ^ 0x01]), place)
+            with pytest.raises(UserError, match=MANIFEST):
+                read_manifest(checkpoint)
+            os.pwrite(file.fileno(), bytes([byte]), place)
     for extra in (b" ", b"\n", b"{}"):
         path.write_bytes(content + extra)
         with pytest.raises(UserError, match=MANIFEST):

@@ -9,16 +9,17 @@ import pytest
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.storage import whole_tensors
 from cuboid.launch.pool import Pool
+from tests.matrix import rest
 from tests.parallel.cases import small_run
 
 CHAINS = [
     ("tiny-qwen3", ["tp=4,zero=1,dp=2", "pp=3,schedule=zb1p", "dp=4,zero=2,shard=2"]),
     ("tiny-llama", ["cp=2,dp=2,zero=3,shard=1", "cp=4,cp_method=ulysses,zero=1", "tp=2,pp=2,cp=2,schedule=zbv"]),
-    ("tiny-gemma3", ["cp=4,zero=1", "tp=2,pp=2,schedule=zbv,cp=2,cp_method=allgather", "dp=4,zero=3"]),
     ("tiny-gpt-oss", ["dp=2,tp=2,ep=4,zero=1", "cp=2,ep=2,pp=2,schedule=zb1p", "tp=4,zero=2"]),
-    ("tiny-olmo3", ["tp=4", "cp=2,dp=2,zero=2,cp_method=ulysses", "tp=2,pp=2,zero=1"]),
-    pytest.param(
-        "tiny-gpt2", ["pp=2,schedule=interleaved,dp=2,zero=3", "tp=8", "dp=3,zero=1"], marks=pytest.mark.thorough
+    *rest(
+        ("tiny-gemma3", ["cp=4,zero=1", "tp=2,pp=2,schedule=zbv,cp=2,cp_method=allgather", "dp=4,zero=3"]),
+        ("tiny-olmo3", ["tp=4", "cp=2,dp=2,zero=2,cp_method=ulysses", "tp=2,pp=2,zero=1"]),
+        ("tiny-gpt2", ["pp=2,schedule=interleaved,dp=2,zero=3", "tp=8", "dp=3,zero=1"]),
     ),
 ]
 

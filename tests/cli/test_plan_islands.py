@@ -57,6 +57,7 @@ def test_a_plan_of_islands_is_trained(folder: Path, capsys: pytest.CaptureFixtur
     for number, island in enumerate(answer["islands"]):
         text = (folder / f"runs/island-{number}/run.toml").read_text()
         assert f'layout = "{island["layout"]}"' in text
+        assert "global_batch = " + ("5" if number == 0 else "3") in text, "by their speeds"
         told = [row["islands"] for row in rows(folder / f"runs/island-{number}/metrics.jsonl") if "islands" in row]
         assert told[-1]["islands"] == 2
         if island["layout"] == "dp=1,tp=1,pp=1":  # rank 0 sends all
@@ -66,7 +67,9 @@ def test_a_plan_of_islands_is_trained(folder: Path, capsys: pytest.CaptureFixtur
 def test_it_says_what_it_costs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *QUESTION, "--tokens", "1e9"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "on 2 islands of sites, 4 × 64 tokens each" in shown
+    assert "on 2 islands of sites, 8 × 64 tokens by their speeds" in shown
+    assert main(["plan", *QUESTION, "--islands", "batch_weights=1:1"]) == 0
+    assert "on 2 islands of sites, 4 × 64 tokens each" in " ".join(capsys.readouterr().out.split())
     assert "one job over the links:" in shown
     assert "arXiv 2503.09799 expect a loss" in shown
     assert "1 billion tokens take" in shown

@@ -23,7 +23,7 @@ from cuboid.verification.reference import reference_trace
 def far_from_plain(rank: int, run: Run) -> float:
     """By how much a simulated island differs from a plain run after the last step."""
     run = replace(run, layout=Layout())
-    island = Simulation(run, 1)
+    island = Simulation([run])
     island.train()
     plain = reference_trace(replace(run, islands=IslandsSpec())).parameters[-1]
     return max(tensor_error(x, plain[name], 0.0) for name, x in island.parameters(0).items())
@@ -88,10 +88,11 @@ def trained(
     begun: list[int] = []
     plain = trainer.rounds.next_batch
 
-    def noted(step: int) -> int:
-        batches.append(plain(step))
+    def noted(step: int) -> tuple[int, ...]:
+        taken = plain(step)
+        batches.extend(taken)
         begun.append(step)
-        return batches[-1]
+        return taken
 
     trainer.rounds.next_batch = noted  # type: ignore[method-assign]
     trainer.callbacks.append(Paced(pace, last, tells, waits_for))

@@ -76,6 +76,19 @@ def test_islands_resume_on_other_layouts_and_in_another_number(pool: Pool, tmp_p
         assert all(torch.equal(then[0]["weights"][name], x) for each in then for name, x in each["weights"].items())
 
 
+def test_islands_of_unequal_batches_resume_with_other_weights(pool: Pool, tmp_path: Path) -> None:
+    keeps = ("checkpoint.every=4", "checkpoint.asynchronous=false")
+    taken = []
+    for weights, stops in (((3, 1), ({"last": 4},) * 2), ((1, 3), ())):
+        table = (*keeps, f"islands.batch_weights={weights[0]}:{weights[1]}")
+        own = [(*table, f"training.global_batch={2 * weight}") for weight in weights]
+        found = train(pool, [island_run(tmp_path, each, "dp=1", 2, *own[each]) for each in range(2)], *stops)
+        taken.append([each["batches"] for each in found])
+    assert taken[0] == [[0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14], [3, 7, 11, 15]]
+    assert len(taken[1][0]) == 4
+    assert sorted(batch for own in (*taken[0], *taken[1]) for batch in own) == list(range(32))
+
+
 def test_two_of_three_islands_resume_on_other_layouts(pool: Pool, tmp_path: Path) -> None:
     """From step 4, with rounds after 3, 6, …: what the third one has trained on since its last round goes with it."""
     settings = (

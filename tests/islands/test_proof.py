@@ -25,6 +25,7 @@ def assert_islands(pool: Pool, islands: str, *settings: str, model: str = "tiny-
         (MIXED, ["every=3", "fragments=3", "delay=1", "bits=4"]),
         ("tp=2; dp=2,zero=3", ["every=4", "ramp_steps=4", "ramp_rate=1.5", "fragments=2", "delay=2", "bits=8"]),
         ("dp=2,zero=1; dp=2,tp=2,zero=2", ["every=3", "fragments=2", "bits=8", "delay=2", "mix=0.3"]),
+        ("tp=2; dp=2,zero=3", ["batch_weights=2:1", "every=3", "fragments=2", "bits=4", "delay=1"]),
         ("cp=2; tp=2,pp=2,schedule=zb1p", ["every=2", "fragments=5", "bits=16", "rate=1", "momentum=0"]),
     ],
 )

@@ -45,7 +45,7 @@ def test_what_islands_have_not_is_refused() -> None:
 
 def test_the_table_round_trips() -> None:
     run = build_run({"model": "tiny-llama", "islands": {"count": 3, "every": 7, "bits": 4}})
-    assert "[islands]\ncount = 3\nevery = 7" in dump_run(run)
+    assert '[islands]\ncount = 3\nbatch_weights = ""\nevery = 7' in dump_run(run)
 
 
 def test_every_fragment_has_a_round_in_each_interval_and_one_at_the_end() -> None:

@@ -12,6 +12,7 @@ from cuboid.spec.model import load_model
 from cuboid.spec.partition import partition
 from cuboid.spec.sharding import units
 from cuboid.telemetry.communication_ledger import Ledger
+from tests.matrix import crossed
 from tests.parallel.cases import small_run
 
 
@@ -70,10 +71,10 @@ def test_shared_memory_and_gloo_count_alike(pool: Pool) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "model", ["tiny-llama", "tiny-qwen3", "tiny-gpt2", "tiny-mixtral", "tiny-qwen3-moe", "tiny-deepseek"]
-)
-@pytest.mark.parametrize("layout", ["pp=2", "pp=2,schedule=zbv", "dp=1"])
+MODELS = ["tiny-llama", "tiny-qwen3", "tiny-gpt2", "tiny-mixtral", "tiny-qwen3-moe", "tiny-deepseek"]
+
+
+@pytest.mark.parametrize(("model", "layout"), crossed(MODELS, ["pp=2", "pp=2,schedule=zbv", "dp=1"]))
 def test_the_planner_knows_every_parameter_and_its_place(pool: Pool, model: str, layout: str) -> None:
     biases = ["model.qkv_bias=true", "model.output_bias=true", "model.mlp_bias=true"]
     dense = load_model(model).mixture is None

@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from cuboid.launch.pool import Pool
+from tests.matrix import rest
 from tests.parallel.cases import losses, losses_and_evaluation, small_run
 
 FIELDS = (
@@ -66,9 +67,9 @@ def test_the_graphs_of_steps_and_of_evaluation() -> None:
     assert graphs[0] == graphs[1]
 
 
-@pytest.mark.parametrize("model", ["tiny-gpt2", "tiny-deepseek"])
+@pytest.mark.parametrize("model", ["tiny-deepseek", *rest("tiny-gpt2")])
 def test_the_graphs_of_tensor_ranks(pool: Pool, model: str) -> None:
-    """One linear between two collectives, and several of slices of one input."""
+    """Several linears of slices of one input between two collectives; GPT-2 has one."""
     fields = ("training.steps=2", *FIELDS[1:3], "model.layers=2", "training.global_batch=2", *FIELDS[5:])
     plain = losses_and_evaluation(0, small_run("dp=1", *fields, model=model))
     run = small_run("tp=2", *fields, "training.compile=on", model=model)
@@ -79,7 +80,7 @@ def test_the_graphs_of_tensor_ranks(pool: Pool, model: str) -> None:
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [("tiny-qwen3-moe", "tp=2,ep=2,recompute=full"), ("tiny-deepseek", "dp=2,ep=2,recompute=selective")],
+    [("tiny-deepseek", "dp=2,ep=2,recompute=selective"), *rest(("tiny-qwen3-moe", "tp=2,ep=2,recompute=full"))],
 )
 def test_the_graphs_beside_experts(pool: Pool, model: str, layout: str) -> None:
     """The compiler stops at experts; under selective recomputation attention alone is a graph."""
@@ -93,9 +94,8 @@ def test_the_graphs_beside_experts(pool: Pool, model: str, layout: str) -> None:
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        pytest.param("tiny-gemma3", "tp=2", marks=pytest.mark.thorough),
-        pytest.param("tiny-olmo3", "tp=2,recompute=full", marks=pytest.mark.thorough),
         ("tiny-gpt-oss", "dp=2,ep=2,recompute=selective"),
+        *rest(("tiny-gemma3", "tp=2"), ("tiny-olmo3", "tp=2,recompute=full")),
     ],
 )
 def test_the_graphs_around_windows(pool: Pool, model: str, layout: str) -> None:
@@ -123,7 +123,7 @@ def test_weight_gradients_of_compiled_blocks_wait(pool: Pool, change: tuple[str,
         assert waited == ({"layers.1", "head"} if rank else set())
 
 
-@pytest.mark.parametrize("layout", ["dp=1", "tp=2,recompute=selective"])
+@pytest.mark.parametrize("layout", ["tp=2,recompute=selective", *rest("dp=1")])
 def test_compiled_blocks_with_scales_of_squares(pool: Pool, layout: str) -> None:
     """Fused projections have the scales of each by itself: the same numbers, until sums in another order (of ranks, of
     an update) are rounded to others."""

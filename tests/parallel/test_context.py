@@ -6,6 +6,7 @@ import pytest
 
 from cuboid.launch.pool import Pool
 from cuboid.spec.layout import CONTEXT_METHODS
+from tests.matrix import rest
 from tests.parallel.cases import assert_equal, small_run
 
 
@@ -17,12 +18,11 @@ def test_each_method(pool: Pool, method: str) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        "cp=2,tp=2,pp=2",
         "cp=2,tp=2,pp=2,schedule=zbv,recompute=selective,sequence_parallel=false,cp_method=ulysses",
         "cp=2,dp=2,pp=2,schedule=zb1p,zero=2,cp_method=allgather",
         "cp=4,pp=2,schedule=dualpipev,zero=3,recompute=full,cp_method=hybrid",
         "cp=2,dp=2,pp=2,schedule=interleaved,zero=1,recompute=selective,micro_batch=2",
-        "cp=2,dp=4,zero=3,shard=2,recompute=selective,cp_method=allgather",
+        *rest("cp=2,tp=2,pp=2", "cp=2,dp=4,zero=3,shard=2,recompute=selective,cp_method=allgather"),
     ],
 )
 def test_with_everything_else(pool: Pool, layout: str) -> None:

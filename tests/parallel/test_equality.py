@@ -7,28 +7,29 @@ from itertools import product
 import pytest
 
 from cuboid.launch.pool import Pool
+from tests.matrix import rest
 from tests.parallel.cases import assert_equal, small_run
 
 # Chosen so that every schedule meets every ZeRO stage, and each of both meets every tensor degree and kind of
-# recomputation: two stages and all kinds in every run of the tests, the rest with --thorough.
+# recomputation with --thorough; every run of the tests meets each schedule, stage, degree and kind.
 CROSSED = [
     "dp=2,tp=2,pp=2,zero=0,schedule=gpipe,recompute=selective",
-    "dp=2,pp=2,zero=3,schedule=gpipe,recompute=selective",
     "tp=4,pp=2,zero=0,schedule=1f1b,recompute=full",
     "dp=2,tp=2,pp=2,zero=1,schedule=1f1b",
-    "dp=2,pp=4,zero=2,schedule=1f1b,recompute=selective",
     "dp=2,tp=2,pp=2,zero=3,schedule=1f1b,recompute=full",
-    "dp=2,pp=4,zero=0,schedule=interleaved",
     "dp=4,pp=2,zero=3,schedule=interleaved,vpp=3",
-    "dp=2,pp=4,zero=1,schedule=zb1p",
     "dp=2,tp=2,pp=2,zero=2,schedule=zb1p",
-    "dp=2,tp=2,pp=2,zero=0,schedule=zbv",
     "dp=2,pp=4,zero=3,schedule=zbv",
     "dp=2,tp=2,pp=2,zero=1,schedule=dualpipev,recompute=selective",
     "dp=2,tp=2,pp=2,zero=3,schedule=dualpipev",
     "dp=2,tp=4,zero=3",
 ]
 REST = [
+    "dp=2,pp=2,zero=3,schedule=gpipe,recompute=selective",
+    "dp=2,pp=4,zero=2,schedule=1f1b,recompute=selective",
+    "dp=2,pp=4,zero=0,schedule=interleaved",
+    "dp=2,pp=4,zero=1,schedule=zb1p",
+    "dp=2,tp=2,pp=2,zero=0,schedule=zbv",
     "dp=4,pp=2,zero=1,schedule=gpipe,recompute=full",
     "dp=2,pp=2,zero=2,schedule=gpipe",
     "dp=2,pp=2,zero=1,schedule=interleaved,vpp=4,recompute=selective",
@@ -42,12 +43,14 @@ REST = [
 ]
 
 
-@pytest.mark.parametrize("layout", [*CROSSED, *(pytest.param(layout, marks=pytest.mark.thorough) for layout in REST)])
+@pytest.mark.parametrize("layout", [*CROSSED, *rest(*REST)])
 def test_schedules_zero_stages_and_recompute(pool: Pool, layout: str) -> None:
     assert_equal(pool, small_run(layout, micro_batches=4))
 
 
-@pytest.mark.parametrize("layout", ["dp=2,tp=2,zero=1", "dp=2,pp=2,zero=3,schedule=zbv", "cp=2,dp=2,zero=2", "tp=4"])
+@pytest.mark.parametrize(
+    "layout", ["dp=2,tp=2,zero=1", "dp=2,pp=2,zero=3,schedule=zbv", "cp=2,dp=2,zero=2", *rest("tp=4")]
+)
 def test_learning_rates_that_differ_between_matrices(pool: Pool, layout: str) -> None:
     assert_equal(pool, small_run(layout, "model.initialization=mup", "model.ffn=160"))
 
@@ -74,18 +77,20 @@ def test_one_dimension(pool: Pool, layout: str) -> None:
     [
         ("pp=3", ["model.layers=7"]),
         ("pp=2,schedule=interleaved,vpp=3", ["model.layers=11"]),
-        ("dp=2,pp=3,schedule=zbv,zero=1", ["model.layers=7"]),
         ("tp=4", ["model.vocab=257"]),
         ("tp=8", ["model.vocab=9", "model.tie_embeddings=true"]),
-        ("tp=4,dp=2,zero=3", ["model.vocab=262"]),
         ("tp=8", ["model.kv_heads=2"]),
         ("tp=4,sequence_parallel=false", ["model.kv_heads=1"]),
         ("tp=4", ["model.heads=12", "model.kv_heads=6", "model.head_dim=8"]),
-        ("tp=2,dp=2,zero=2", ["model.heads=6", "model.kv_heads=3", "model.head_dim=8"]),
         ("tp=2,pp=2,sequence_parallel=false,dp=2", []),
         ("tp=4,sequence_parallel=false,recompute=selective", ["model.layers=2"]),
         ("dp=2,micro_batch=3", []),
-        ("tp=2,pp=2,micro_batch=2,schedule=zb1p", []),
+        *rest(
+            ("dp=2,pp=3,schedule=zbv,zero=1", ["model.layers=7"]),
+            ("tp=4,dp=2,zero=3", ["model.vocab=262"]),
+            ("tp=2,dp=2,zero=2", ["model.heads=6", "model.kv_heads=3", "model.head_dim=8"]),
+            ("tp=2,pp=2,micro_batch=2,schedule=zb1p", []),
+        ),
     ],
 )
 def test_what_does_not_divide(pool: Pool, layout: str, overrides: list[str]) -> None:
@@ -104,19 +109,21 @@ def test_fewer_micro_batches_than_stages(pool: Pool, thorough: bool, schedule: s
     [
         ("tiny-gpt2", "dp=2,tp=2,pp=2"),
         ("tiny-qwen3", "dp=2,tp=2,pp=2,zero=1,sequence_parallel=false"),
-        ("tiny-gpt2", "tp=4,sequence_parallel=false"),
-        ("tiny-gpt2", "dp=2,pp=4,zero=2,schedule=interleaved"),
         ("tiny-qwen3", "dp=2,pp=2,zero=3,schedule=zbv"),
         ("tiny-gpt2", "dp=4,zero=3"),
-        ("tiny-qwen3", "tp=4,recompute=full"),
         ("tiny-gpt2", "tp=2,pp=2,schedule=dualpipev,recompute=selective"),
+        *rest(
+            ("tiny-gpt2", "tp=4,sequence_parallel=false"),
+            ("tiny-gpt2", "dp=2,pp=4,zero=2,schedule=interleaved"),
+            ("tiny-qwen3", "tp=4,recompute=full"),
+        ),
     ],
 )
 def test_tied_embeddings_and_other_families(pool: Pool, model: str, layout: str) -> None:
     assert_equal(pool, small_run(layout, model=model))
 
 
-@pytest.mark.parametrize("layout", ["dp=4,zero=1,shard=2", "dp=4,zero=2,shard=2", "dp=4,pp=2,zero=3,shard=2"])
+@pytest.mark.parametrize("layout", ["dp=4,zero=1,shard=2", "dp=4,pp=2,zero=3,shard=2", *rest("dp=4,zero=2,shard=2")])
 def test_hybrid_sharding(pool: Pool, layout: str) -> None:
     assert_equal(pool, small_run(layout))
 

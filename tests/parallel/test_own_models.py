@@ -44,7 +44,15 @@ LAYOUTS = [
     "dp=2,pp=4,micro_batch=2,zero=1",
     "pp=2,schedule=dualpipev,recompute=selective",
 ]
-
+USUAL = {
+    "own_attention": (0, 1, 2, 3, 5, 6),
+    "sliding_window": (0,),
+    "latent_attention": (4,),
+    "state_space": (0, 3),
+    "vision_transformer": (3, 4),
+    "encoder_decoder": (0, 4),
+}
+"""Example -> on which of the layouts every run of the tests tries it."""
 
 SHORT = ("training.sequence=8", "data.attention_within_documents=false", "data.positions_within_documents=false")
 
@@ -56,17 +64,9 @@ def own(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *(("own_attention", layout) for layout in LAYOUTS),
-        *(
-            pytest.param(name, layout, marks=() if place in (0, 4) else pytest.mark.thorough)
-            for name in ("sliding_window", "latent_attention")
-            for place, layout in enumerate(LAYOUTS)
-        ),
-        *(
-            pytest.param(name, layout, marks=() if place in (0, 3, 4) else pytest.mark.thorough)
-            for name in ("state_space", "vision_transformer", "encoder_decoder")
-            for place, layout in enumerate(LAYOUTS)
-        ),
+        pytest.param(name, layout, marks=() if place in usual else pytest.mark.thorough)
+        for name, usual in USUAL.items()
+        for place, layout in enumerate(LAYOUTS)
     ],
 )
 def test_examples_equal_one_process_on_any_layout(pool: Pool, name: str, layout: str) -> None:
@@ -89,8 +89,8 @@ ROUTED = [
     [
         *((own("mixture"), layout) for layout in ROUTED),
         *(
-            pytest.param(name, layout, marks=() if place in (1, 2) else pytest.mark.thorough)
-            for name in (f"python:{__file__}:routed_alone", f"python:{__file__}:deepseek")
+            pytest.param(f"python:{__file__}:{name}", layout, marks=() if place in usual else pytest.mark.thorough)
+            for name, usual in (("routed_alone", (2,)), ("deepseek", (1,)))
             for place, layout in enumerate(ROUTED)
         ),
     ],

@@ -50,14 +50,14 @@ def draw(random_source: random.Random, most: int, models: list[str], *more: str)
 
 def test_random_layouts_equal_one_device(pool: Pool, thorough: bool) -> None:
     random_source = random.Random(20240607)
-    for turn in range(200 if thorough else 5):
+    for turn in range(200 if thorough else 4):
         assert_equal(pool, draw(random_source, 16 if turn % 5 == 0 else 8, PLAIN))
 
 
 def test_random_layouts_with_windows_equal_one_device(pool: Pool, thorough: bool) -> None:
     """Of any length, in any pattern, with sinks or without; experts stay whole on their ranks or are spread."""
     random_source = random.Random(20261118)
-    for turn in range(100 if thorough else 4):
+    for turn in range(100 if thorough else 3):
         windows = [random_source.choice((0, 1, 2, 3, 5, 9, 30)) for _ in range(random_source.randrange(1, 5))]
         more = [f"model.windows={windows}", f"model.sinks={random_source.choice(('true', 'false'))}"]
         more += ["model.window_rope_theta=0"] * (not any(windows))

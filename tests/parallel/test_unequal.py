@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cuboid.launch.pool import Pool
+from tests.matrix import crossed, rest
 from tests.parallel.cases import assert_equal, small_run
 
 COUNTS = [
@@ -12,12 +13,11 @@ COUNTS = [
     "dp=3,zero=1,batch_weights=2:1:1",
     "dp=2,tp=2,pp=2,zero=1,batch_weights=2:1",
     "dp=2,pp=2,batch_weights=3:1,schedule=interleaved",
-    "dp=2,pp=2,zero=1,batch_weights=1:3,schedule=zbv",
     "dp=2,pp=4,batch_weights=2:1,schedule=dualpipev",
     "dp=2,pp=2,zero=1,batch_weights=1:4,schedule=zb1p",
     "dp=2,pp=2,cp=2,zero=1,batch_weights=2:1,schedule=gpipe",
     "dp=4,pp=2,zero=2,shard=2,batch_weights=2:2:1:1,schedule=zbv",
-    "dp=4,zero=1,shard=2,batch_weights=1:3:2:2",
+    *rest("dp=2,pp=2,zero=1,batch_weights=1:3,schedule=zbv", "dp=4,zero=1,shard=2,batch_weights=1:3:2:2"),
 ]
 SIZES = [
     "dp=2,zero=2,batch_weights=3:1",
@@ -26,16 +26,16 @@ SIZES = [
     "dp=2,cp=2,zero=3,batch_weights=2:1,micro_batch=2",
 ]
 EXPERTS = [
-    "dp=2,ep=2,batch_weights=2:1",
     "dp=4,ep=2,zero=1,batch_weights=2:2:1:1",
     "dp=2,tp=2,ep=2,batch_weights=2:1",
     "dp=2,pp=2,ep=2,zero=3,batch_weights=1:2,schedule=dualpipev",
+    *rest("dp=2,ep=2,batch_weights=2:1"),
 ]
 
 
 @pytest.mark.parametrize("layout", COUNTS)
 def test_more_micro_batches(pool: Pool, layout: str) -> None:
-    run = small_run(layout, "model.layers=9")
+    run = small_run(layout)
     assert run.layout.has_unequal_counts
     assert_equal(pool, run)
 
@@ -52,8 +52,13 @@ def test_experts(pool: Pool, layout: str) -> None:
     assert_equal(pool, small_run(layout, model="tiny-deepseek"))
 
 
-@pytest.mark.parametrize("layout", ["dp=2,pp=2,zero=1,batch_weights=3:1", "dp=2,zero=3,batch_weights=2:1"])
-@pytest.mark.parametrize("more", [["data.assignment=work"], ["optimizer.kind=muon"], ["model.tie_embeddings=true"]])
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    crossed(
+        ["dp=2,pp=2,zero=1,batch_weights=3:1", "dp=2,zero=3,batch_weights=2:1"],
+        [["data.assignment=work"], ["optimizer.kind=muon"], ["model.tie_embeddings=true"]],
+    ),
+)
 def test_whatever_else_there_is(pool: Pool, layout: str, more: list[str]) -> None:
     assert_equal(pool, small_run(layout, *more))
 

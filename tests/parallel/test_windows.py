@@ -8,6 +8,7 @@ from cuboid.launch.pool import Pool
 from cuboid.planning.collectives import predicted_ledger
 from cuboid.spec.layout import CONTEXT_METHODS
 from cuboid.spec.run import Run
+from tests.matrix import crossed, rest
 from tests.parallel.cases import assert_equal, small_run
 
 WINDOWS = ("model.windows=[3, 0]", "model.sinks=true")
@@ -22,24 +23,20 @@ def windowed(layout: str, *overrides: str, model: str = "tiny-llama") -> Run:
     [
         "tp=4",
         "tp=2,sequence_parallel=false,dp=2",
-        "dp=4,zero=1",
         "dp=4,zero=2",
-        "dp=4,zero=3",
         "dp=4,zero=3,shard=2",
-        "pp=2,schedule=gpipe",
         "pp=2,schedule=1f1b,tp=2,recompute=selective",
-        "pp=2,schedule=interleaved",
         "pp=2,schedule=zb1p,recompute=full",
         "pp=2,schedule=zbv,dp=2",
         "pp=2,schedule=dualpipev",
+        *rest("dp=4,zero=1", "dp=4,zero=3", "pp=2,schedule=gpipe", "pp=2,schedule=interleaved"),
     ],
 )
 def test_each_dimension(pool: Pool, layout: str) -> None:
     assert_equal(pool, windowed(layout))
 
 
-@pytest.mark.parametrize("method", CONTEXT_METHODS)
-@pytest.mark.parametrize("window", [1, 2, 5, 40])
+@pytest.mark.parametrize(("method", "window"), crossed(CONTEXT_METHODS, [1, 2, 5, 40]))
 def test_each_context_method(pool: Pool, method: str, window: int) -> None:
     """Within a chunk, over one border, over several, and beyond the sequence."""
     more = f"model.windows=[{window}, 3, 0]", "data.attention_within_documents=false"
@@ -54,10 +51,9 @@ def test_within_documents(pool: Pool, method: str) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp=2,cp=2,tp=2,ep=2",
         "cp=2,tp=2,pp=2,ep=2,zero=1,schedule=zbv,cp_method=ulysses,recompute=selective",
         "dp=2,cp=2,pp=2,ep=4,zero=3,schedule=1f1b,cp_method=allgather,recompute=full",
-        "dp=2,tp=2,pp=2,ep=2,zero=2,schedule=interleaved",
+        *rest("dp=2,cp=2,tp=2,ep=2", "dp=2,tp=2,pp=2,ep=2,zero=2,schedule=interleaved"),
     ],
 )
 def test_with_experts(pool: Pool, layout: str) -> None:
@@ -67,22 +63,21 @@ def test_with_experts(pool: Pool, layout: str) -> None:
 FAMILIES = ["tiny-gemma3", "tiny-olmo3", "tiny-gpt-oss"]
 
 
-@pytest.mark.parametrize("model", FAMILIES)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "tp=4,dp=2,zero=1",
-        "tp=2,dp=2,sequence_parallel=false,recompute=selective",
-        "dp=2,tp=2,pp=2,zero=3,schedule=zbv,recompute=full",
-        "cp=2,tp=2,pp=2,schedule=1f1b",
-    ],
-)
+LAYOUTS = [
+    "tp=4,dp=2,zero=1",
+    "tp=2,dp=2,sequence_parallel=false,recompute=selective",
+    "dp=2,tp=2,pp=2,zero=3,schedule=zbv,recompute=full",
+    "cp=2,tp=2,pp=2,schedule=1f1b",
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), crossed(FAMILIES, LAYOUTS))
 def test_families(pool: Pool, model: str, layout: str) -> None:
     """Norms on other places, gates of other kinds, two rotations, norms over all heads, biases of experts."""
     assert_equal(pool, small_run(layout, model=model))
 
 
-@pytest.mark.parametrize("layout", ["dp=2,tp=2,ep=4,zero=2", "cp=2,tp=2,pp=2,ep=4,schedule=dualpipev,zero=1"])
+@pytest.mark.parametrize("layout", ["cp=2,tp=2,pp=2,ep=4,schedule=dualpipev,zero=1", *rest("dp=2,tp=2,ep=4,zero=2")])
 def test_biases_of_spread_experts(pool: Pool, layout: str) -> None:
     assert_equal(pool, small_run(layout, model="tiny-gpt-oss"))
 

@@ -10,9 +10,10 @@ import pytest
 
 from cuboid.cost.rounds import transfer_seconds
 from cuboid.errors import UserError
+from cuboid.planning.island_batches import share, weights_by_speed
 from cuboid.planning.island_file import dump_islands_plan, load_islands_plan
 from cuboid.planning.island_links import Paths, Sent, sent_between
-from cuboid.planning.islands import COMPUTING, IslandsPlan, as_one_job, parse_wanted, plan_islands, share
+from cuboid.planning.islands import COMPUTING, IslandsPlan, as_one_job, parse_wanted, plan_islands
 from cuboid.planning.question import Question
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.groups import GBIT, Groups, load_groups
@@ -63,7 +64,7 @@ def test_islands_hide_a_slow_link(tmp_path: Path) -> None:
     assert plan.tokens_per_second > 5 * plan.one_job.tokens_per_second
     slowest = max(own.seconds for own in plan.plans)
     assert plan.step_seconds == pytest.approx(slowest / plan.computing)
-    assert [own.question.global_batch for own in plan.plans] == [128, 128]
+    assert sum(own.question.global_batch for own in plan.plans) == 256
     assert plan.loss.over_dp < 0.01
 
 
@@ -103,6 +104,32 @@ def test_a_group_that_all_would_wait_for_is_not_used(tmp_path: Path) -> None:
     plan = planned(load_groups(str(path)))
     assert plan.names == ("oregon", "paris")
     assert any("without attic" in note for note in plan.notes)
+
+
+def test_batches_follow_the_speeds_of_islands(tmp_path: Path) -> None:
+    groups = groups_of(tmp_path, nodes=6)
+    uneven, equal = planned(groups), planned(groups, {"batch_weights": "1:1"})
+    assert [own.question.global_batch for own in equal.plans] == [128, 128]
+    assert uneven.spec.weight_of(0) > uneven.spec.weight_of(1)
+    assert uneven.tokens_per_second > 1.2 * equal.tokens_per_second
+    steps = [own.seconds for own in uneven.plans]
+    assert max(steps) < 1.15 * min(steps), "nobody waits for long"
+    run = uneven.run(1)
+    assert run.training.global_batch % run.islands.weight_of(1) == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "speeds", "weights"),
+    [
+        (512, [1.0, 1.0], (1, 1)),
+        (512, [3.0, 1.0], (3, 1)),
+        (96, [2.0, 1.0, 1.0], (2, 1, 1)),
+        (8, [1.9, 1.0], (5, 3)),
+        (7, [100.0, 1.0], (6, 1)),
+    ],
+)
+def test_weights_are_round_and_near_the_speeds(batch: int, speeds: list[float], weights: tuple[int, ...]) -> None:
+    assert weights_by_speed(batch, speeds) == weights
 
 
 @pytest.mark.parametrize(("batch", "count", "own"), [(512, 2, 256), (1024, 3, 352), (3, 3, 1), (2, 3, 1), (100, 3, 32)])
@@ -164,7 +191,7 @@ def test_the_file_holds_it_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "sentence"),
     [
-        ("count = 2", "count = 3", "islands.count=3 is not what the plan has"),
+        ('count = 2\nbatch_weights = "', 'count = 3\nbatch_weights = "1:', "islands.count=3 is not what the plan has"),
         ("decide_seconds", "decides_seconds", "plan.decide_seconds is missing"),
         ("transfer_seconds = [", "transfer_seconds = [1.0, ", "fragments; plan it anew"),
         ("[plan.islands.oregon.times]", "[plan.islands.oregon.tims]", "plan.times is missing"),

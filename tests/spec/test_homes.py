@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -64,6 +65,16 @@ def test_ranks_keep_what_zero_says_and_no_element_twice() -> None:
         sizes[name] += size
     # Queries are split over two tensor ranks and two shards, and replicated over two groups of these.
     assert sizes["layers.0.attention.query.weight"] == 2 * 64 * 64
+
+
+def test_layers_of_one_kind_are_kept_alike() -> None:
+    """Of three prediction layers the first has a parameter more, and so other shards than the others."""
+    run = muon("tiny-deepseek", "dp=2,zero=3")
+    run = replace(run, model=replace(run.model, layers=3, prediction_layers=3))
+    apart = [matrix for layer in range(6) for matrix in homes._placeless(run, layer)]
+    assert [(each.parameter, [(span.start, span.size, span.ranks) for span in each.spans]) for each in apart] == [
+        (each.parameter, [(span.start, span.size, span.ranks) for span in each.spans]) for each in matrices(run)
+    ]
 
 
 @pytest.mark.parametrize(("model", "layout"), [("tiny-llama", "dp=4,zero=0"), ("tiny-mixtral", "dp=4,ep=4,zero=1")])

@@ -23,6 +23,7 @@ from cuboid.model.transformers_model import Family, build
 from cuboid.spec.model import load_model
 from cuboid.spec.run import Run, build_run
 from cuboid.training.learning_rate import learning_rate
+from tests.matrix import crossed
 from tests.parallel.cases import assert_equal
 
 SIZES: dict[str, Any] = {
@@ -75,11 +76,10 @@ def made(folder: Path, family: str, **more: Any) -> Any:
     return module
 
 
-@pytest.mark.parametrize("family", ["phi3", "gemma2", "opt"])
-def test_layouts_equal_one_process(pool: Pool, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("family", "layout"), crossed(("phi3", "gemma2", "opt"), LAYOUTS, every=3))
+def test_layouts_equal_one_process(pool: Pool, tmp_path: Path, family: str, layout: str) -> None:
     made(tmp_path / family, family)
-    for layout in LAYOUTS:
-        assert_equal(pool, verification_run(layout, str(tmp_path / family), ("training.sequence=8",), steps=2))
+    assert_equal(pool, verification_run(layout, str(tmp_path / family), ("training.sequence=8",), steps=2))
 
 
 def losses_of_transformers(module: Any, run: Run) -> list[float]:

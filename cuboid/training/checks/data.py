@@ -17,6 +17,7 @@ from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.rank_batch import RankBatch
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.sharding import places_of
+from cuboid.spec.training import Batch
 from cuboid.training.checks.check import from_all, wrap
 from cuboid.training.checks.everywhere import Everywhere
 from cuboid.training.checks.passes import Current
@@ -34,7 +35,7 @@ class Data:
         self._used: dict[tuple[str, int], Tensor] = {}
         """Tokens that are embedded and labels that are predicted, by micro-batch."""
         self._undo: list[Callable[[], None]] = []
-        self._batch = 0
+        self._batch: Batch = 0
 
     def begin(self, look: Look) -> None:
         engine = self._engine
@@ -115,10 +116,8 @@ class Data:
     def _wrong_numbers(self, rows: list[Tensor], step: int) -> Iterator[Located]:
         """Counts, sums and sums of squares of the places in the global order."""
         run = self._engine.run
-        sizes = run.training.batch_sizes
-        first, count = sizes.sum_before(self._batch), sizes.at(self._batch)
-        every = torch.arange(first, first + count, dtype=torch.float64)
-        right = torch.stack((torch.tensor(float(count)), every.sum(), every.square().sum())).double()
+        every = torch.tensor(run.training.places(self._batch), dtype=torch.float64)
+        right = torch.stack((torch.tensor(float(len(every))), every.sum(), every.square().sum())).double()
         places = [coordinates(rank, run.layout) for rank in range(len(rows))]
         total = sum(row for row, place in zip(rows, places, strict=True) if place.pp == place.cp == place.tp == 0)
         assert isinstance(total, Tensor)
