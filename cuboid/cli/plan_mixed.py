@@ -177,7 +177,7 @@ def reasons(machines: Machines, job: MixedJob) -> list[str]:
             f"they are done after {spans} s"
         )
     equal = equal_job(machines, job)
-    if equal is not None:
+    if equal is not None and equal.step_seconds > 1.005 * job.step_seconds:
         found.append(
             f"with equal stages and equal parts of the batch a step would take {equal.step_seconds:.4g} s "
             f"({equal.step_seconds / job.step_seconds - 1:+.0%})" + ("" if equal.fits else ", and would not fit")

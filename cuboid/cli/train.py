@@ -62,6 +62,9 @@ def command(
     min_nodes: Annotated[int | None, typer.Option(help="Continue with as few nodes as this, on a new layout.")] = None,
     max_nodes: Annotated[int | None, typer.Option(help="Most nodes that are used.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(help="Default: the layout's ranks / nodes.")] = None,
+    group: Annotated[
+        str | None, typer.Option(help="Of a plan made with --one-job: the group of the cluster file this node is of.")
+    ] = None,
     interface: Annotated[
         str | None, typer.Option(help="Where this node listens: an interface or address; default: towards HOST.")
     ] = None,
@@ -104,6 +107,7 @@ def command(
         max_nodes=max_nodes,
         ranks_per_node=ranks_per_node,
         interface=interface,
+        group=group,
     )
 
     own = IslandOptions(island=island, rendezvous=islands_rendezvous, interface=interface)

@@ -7,7 +7,7 @@ Nothing here opens a socket or reads a clock: what is decided depends on what wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import gt
 from typing import Literal
@@ -94,16 +94,18 @@ class Coordinator:
         term: int = 0,
         has_room: Callable[[], bool] = lambda: True,
         balance: Callable[[Order, Mapping[str, Pace]], Balance | None] = lambda order, paces: None,
+        arrange: Callable[[Sequence[str]], tuple[Choice, tuple[str, ...]]] | None = None,
     ) -> None:
         """`choose` says how so many nodes are used best, `newest` which step the newest checkpoint has; `number` is
         that of the first order: a leader that came back must not repeat one. `has_room`: whether the run's folder
         takes what ranks write. `balance`: which layout its nodes, as fast as they are, would train faster with.
+        `arrange`: as `choose`, where nodes are not alike, and which of them does what.
 
         The leader's own node is never lost and comes first: rank 0, which alone publishes checkpoints, is always there,
         and there the old one has ended before a new one starts. So nobody cut off can publish one."""
         self.order = Order(number, "wait", "the job starts", term=term)
         self._rules, self._choose, self._judge, self._newest = rules, choose, judge, newest
-        self._leader, self._has_room = leader, has_room
+        self._leader, self._has_room, self._arrange = leader, has_room, arrange
         self._seen = {leader: _Seen(Status(), 0.0)}
         self._meeting = ("", 0)
         self._since: float | None = None
@@ -184,15 +186,21 @@ class Coordinator:
             self._call(now)
 
     def _call(self, now: float) -> None:
-        there = min(len(self._seen), self._rules.max_nodes)
-        choice = self._choose(there)
-        members, (address, port) = tuple(self.nodes[: choice.nodes]), self._meeting
+        choice, members = self._chosen()
+        address, port = self._meeting
         self._called, self._grows_after = True, None
         self._planned, self._better, self._window, self._balances_after = choice, [], (), None
         layout, why = choice.layout, choice.why
         if self._balanced is not None and self._balanced[0] == members:
             layout, why = str(self._balanced[1].layout), f"{why}; {self._balanced[1].why}"
         self._give(Order(0, "train", why, members, layout, choice.ranks, address, port))
+
+    def _chosen(self) -> tuple[Choice, tuple[str, ...]]:
+        nodes = self.nodes[: self._rules.max_nodes]
+        if self._arrange is not None:
+            return self._arrange(nodes)
+        choice = self._choose(len(nodes))
+        return choice, tuple(nodes[: choice.nodes])
 
     def _watch(self, lost: dict[str, str], now: float) -> None:
         members = self.order.members
@@ -247,7 +255,7 @@ class Coordinator:
         if spare <= 0:
             self._grows_after = None
             return
-        choice = self._choose(min(len(self._seen), self._rules.max_nodes))
+        choice, _ = self._chosen()
         if self._planned is not None and replace(choice, why="") == replace(self._planned, why=""):
             return
         newest = self._newest()

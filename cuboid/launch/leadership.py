@@ -32,6 +32,7 @@ from cuboid.launch.store_tunnel import StoreGate
 from cuboid.launch.supervisor import Restarts
 from cuboid.resilience.rebalance import Balance, Pace, balance
 from cuboid.resilience.replan import Replanner
+from cuboid.resilience.replan_groups import GroupReplanner
 from cuboid.secure_channel import found_secret, given_secret, greet, make_secret
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
@@ -163,6 +164,11 @@ class Leadership:
             rules = replace(rules, gather=min(spec.gather_seconds, spec.contact_seconds), expected=expected)
         choose = Replanner(run, nodes.ranks).choose
 
+        def begun() -> bool:
+            return newest_kept(run) > 0
+
+        arrange = GroupReplanner(run, nodes.ranks, begun).arrange if nodes.group else None
+
         def balanced(order: Order, paces: Mapping[str, Pace]) -> Balance | None:
             if not (run.checkpoint.keeps and run.resilience.rebalance):
                 return None
@@ -174,7 +180,16 @@ class Leadership:
         # one that starts in a new folder has the first term again.
         number = term * ORDERS + secrets.randbelow(ORDERS // 2)
         return Coordinator(
-            self._name, rules, choose, restarts.failed, lambda: newest_kept(run), number, term, DiskRoom(run), balanced
+            self._name,
+            rules,
+            choose,
+            restarts.failed,
+            lambda: newest_kept(run),
+            number,
+            term,
+            DiskRoom(run),
+            balanced,
+            arrange,
         )
 
     def _announce(self, order: Order) -> None:

@@ -23,6 +23,7 @@ from cuboid.launch.store_tunnel import StoreTunnel
 from cuboid.launch.supervisor import launch, start_fork_server
 from cuboid.resilience.preemption import REQUEUE, Forwarder
 from cuboid.resilience.rebalance import Pace
+from cuboid.resilience.replan_groups import node_name
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
 from cuboid.training.run_folder import InUse, newest_kept
@@ -44,7 +45,7 @@ def supervise_node(run: Run, nodes: Nodes, listener: socket.socket | None, quiet
 def _supervise(
     run: Run, nodes: Nodes, listener: socket.socket | None, quiet: bool, signals: Forwarder
 ) -> tuple[Order, bool]:
-    name = f"{nodes.interface.address}/{os.getpid()}"
+    name = node_name(nodes.group, f"{nodes.interface.address}/{os.getpid()}")
     # Ranks inherit these. A user who knows the network (several cards, InfiniBand) has set them already.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", nodes.interface.name)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={nodes.interface.name}")

@@ -24,6 +24,7 @@ from cuboid.launch.network import Endpoint, Interface, find_interface, listen_if
 from cuboid.launch.place import Place, find_place
 from cuboid.launch.supervisor import check_machine, start_training
 from cuboid.resilience.replan import Replanner
+from cuboid.resilience.replan_groups import check_group
 from cuboid.spec.layout import require_positive
 from cuboid.spec.run import Run, check_chosen, check_supported, dump_run
 from cuboid.training.callbacks import callback_classes
@@ -48,6 +49,8 @@ class NodeOptions:
     max_nodes: int | None = None
     ranks_per_node: int | None = None
     interface: str | None = None
+    group: str | None = None
+    """Of the plan's several kinds of nodes the one that this node is."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Nodes:
     most: int
     ranks: int
     """On each node."""
+    group: str = ""
+    """Of this node, where they are not alike."""
 
     def fingerprint(self, run: Run) -> str:
         """Equal on all nodes that were given the same run and the same options."""
@@ -90,8 +95,10 @@ def find_nodes(run: Run, options: NodeOptions) -> Nodes | None:
             f"min-nodes={least} has no checkpoints to resume from with fewer nodes; use checkpoint.every=100"
         )
     ranks = _ranks_per_node(run, least, most, options.ranks_per_node)
-    Replanner(run, ranks).choose(least)
-    return Nodes(endpoint, find_interface(options.interface, endpoint), least, most, ranks)
+    check_group(run, options.group, most)
+    if options.group is None:  # what nodes of several kinds do depends on which are there
+        Replanner(run, ranks).choose(least)
+    return Nodes(endpoint, find_interface(options.interface, endpoint), least, most, ranks, options.group or "")
 
 
 def _ranks_per_node(run: Run, least: int, most: int, asked: int | None) -> int:

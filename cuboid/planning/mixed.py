@@ -134,13 +134,18 @@ class Machines:
             rates += [rate for group in (here, there) if (rate := self.groups.uplink(group)) is not None]
         return min(rates), link.latency
 
+    def way(self, one: int, other: int) -> tuple[str, str, bool]:
+        """What is the same for all that goes over a link in one direction."""
+        here, there = self.groups.groups[one].site, self.groups.groups[other].site
+        return here, there, one < other if here == there else True
+
 
 def predict_mixed(machines: Machines, layout: Layout, lines: Sequence[Line]) -> MixedJob:
     """A layout whose replicas are those of the lines, in order."""
     question = machines.first
     part = held(question.model, layout, question.sequence)
     sent = _message_bytes(question, layout)
-    crossings = _all_hops(lines, part)
+    crossings = _all_hops(machines, lines, part)
     spans, rows, data, update, first = [], [], [0.0], [0.0], 0
     for line in lines:
         alike, batch = layout.as_replica(first, question.global_batch)
@@ -151,7 +156,7 @@ def predict_mixed(machines: Machines, layout: Layout, lines: Sequence[Line]) -> 
         count = batch // (alike.dp * alike.micro_batch)
         costs = _costs(line, part, known)
         delays = _delays(machines, line, part, known, crossings, sent * layout.micro_batch_of(first))
-        spans.append(max(_span(alike, costs, delays, count), count * _busiest_link(machines, crossings, sent)))
+        spans.append(max(_span(alike, costs, delays, count), count * _busiest_link(machines, lines, part, sent)))
         for each in asked.values():
             parts = score(each, Space.of([alike], each)).parts
             data.append(float(parts["data"][0]))
@@ -159,7 +164,7 @@ def predict_mixed(machines: Machines, layout: Layout, lines: Sequence[Line]) -> 
         totals = np.array(costs.forward) + np.array(costs.input_backward) + np.array(costs.weight_backward)
         rows.append((line, alike, count, part.by_rank(totals), asked, tables))
         first += line.replicas
-    crossing = _crossing(machines, layout, lines, part)
+    crossing = crossing_seconds(machines, layout, lines, part)
     step = max(spans) + max(data) + crossing + max(update)
     pipeline_ranks = [
         PipelineRank(
@@ -200,17 +205,21 @@ def line_timeline(machines: Machines, job: MixedJob, place: int, count: int) -> 
         group: stage_seconds(replace(machines.questions[group], global_batch=batch), alike)
         for group in set(line.groups)
     }
-    crossings = _all_hops(job.lines, part)
+    crossings = _all_hops(machines, job.lines, part)
     delays = _delays(machines, line, part, known, crossings, sent * layout.micro_batch_of(first))
     return simulate(make_schedule(layout.schedule, layout.pp, count, layout.vpp), _costs(line, part, known), delays)
 
 
-def _all_hops(lines: Sequence[Line], part: Held) -> Counter[tuple[int, int]]:
-    """How many replicas send from one group to another, forward."""
-    found: Counter[tuple[int, int]] = Counter()
+Way = tuple[str, str, bool]
+
+
+def _all_hops(machines: Machines, lines: Sequence[Line], part: Held) -> Counter[Way]:
+    """How many replicas send over a link in one direction in a micro-batch: activations forward, gradients back."""
+    found: Counter[Way] = Counter()
     for line in lines:
-        for pair in _hops(line, part):
-            found[pair] += line.replicas
+        for one, other in _hops(line, part):
+            found[machines.way(one, other)] += line.replicas
+            found[machines.way(other, one)] += line.replicas
     return found
 
 
@@ -249,7 +258,7 @@ def _delays(
     line: Line,
     part: Held,
     known: dict[int, StageSeconds],
-    crossings: Counter[tuple[int, int]],
+    crossings: Counter[Way],
     sent: float,
 ) -> list[float]:
     """Seconds of a message between each two stages; those of all replicas cross a link at once."""
@@ -260,15 +269,20 @@ def _delays(
             found.append(known[here].message if one != other else 0.0)
             continue
         rate, latency = machines.link(here, there)
-        found.append(crossings[here, there] * sent / rate + latency)
+        found.append(crossings[machines.way(here, there)] * sent / rate + latency)
     return found
 
 
-def _busiest_link(machines: Machines, crossings: Counter[tuple[int, int]], sent: float) -> float:
-    """Seconds for which the messages of a micro-batch of every replica fill a link in one direction: activations go
-    forward, gradients back."""
-    both = crossings + Counter({(other, one): count for (one, other), count in crossings.items()})
-    return max((count * sent / machines.link(*pair)[0] for pair, count in both.items()), default=0.0)
+def _busiest_link(machines: Machines, lines: Sequence[Line], part: Held, sent: float) -> float:
+    """Seconds for which the messages of a micro-batch of every replica fill a link in one direction."""
+    crossings = _all_hops(machines, lines, part)
+    rates = {
+        machines.way(*pair): machines.link(*pair)[0]
+        for line in lines
+        for one, other in _hops(line, part)
+        for pair in ((one, other), (other, one))
+    }
+    return max((count * sent / rates[way] for way, count in crossings.items()), default=0.0)
 
 
 def _span(layout: Layout, costs: StageCosts, delays: list[float], count: int) -> float:
@@ -293,7 +307,7 @@ def _busiest(layout: Layout, costs: StageCosts) -> float:
     return max(float(sum(totals[stage] for stage in layout.stages_of(rank))) for rank in range(layout.pp))
 
 
-def _crossing(machines: Machines, layout: Layout, lines: Sequence[Line], part: Held) -> float:
+def crossing_seconds(machines: Machines, layout: Layout, lines: Sequence[Line], part: Held) -> float:
     """Seconds in which rings of gradients and parameters cross the links between groups, each stage its own."""
     if len(lines) == 1:
         return 0.0
@@ -302,22 +316,22 @@ def _crossing(machines: Machines, layout: Layout, lines: Sequence[Line], part: H
     held_here = rank_parameters(Shape.of(question.model), alone, part.layers, *part.ends()).total
     count = layout.micro_batches_of(layout.busiest_replica, question.global_batch)
     each = (ONCE[layout.zero] + EACH_TIME[layout.zero] * count) * (layout.dp - 1) / layout.dp
-    crossed: defaultdict[tuple[int, int], float] = defaultdict(float)
+    crossed: defaultdict[Way, float] = defaultdict(float)
     leaving: defaultdict[str, float] = defaultdict(float)
+    links: dict[Way, tuple[float, float]] = {}
     for rank in range(layout.pp):
         ring = [line.groups[rank] for line in lines]
         for here, there in zip(ring, [*ring[1:], ring[0]], strict=True):
             if here == there:
                 continue
-            crossed[here, there] += each * float(held_here[rank])
-            if machines.groups.groups[here].site != machines.groups.groups[there].site:
-                leaving[machines.groups.groups[here].site] += each * float(held_here[rank])
-    found = []
-    for pair, sent in crossed.items():
-        rate, latency = machines.link(*pair)
-        found.append(sent / rate + 2 * latency)
+            way = machines.way(here, there)
+            crossed[way] += each * float(held_here[rank])
+            links[way] = machines.link(here, there)
+            if way[0] != way[1]:
+                leaving[way[0]] += each * float(held_here[rank])
+    found = [sent / links[way][0] + 2 * links[way][1] for way, sent in crossed.items()]
     for group in machines.groups.groups:
-        rate_out = machines.groups.uplink(group)
-        if rate_out is not None and leaving[group.site]:
-            found.append(leaving[group.site] / rate_out)
+        rate = machines.groups.uplink(group)
+        if rate is not None and leaving[group.site]:
+            found.append(leaving[group.site] / rate)
     return max(found, default=0.0)

@@ -21,7 +21,7 @@ import numpy as np
 from cuboid.cost.inputs import Array, Shape, number
 from cuboid.cost.memory import rank_memory
 from cuboid.errors import UserError
-from cuboid.planning.mixed import Line, Machines, MixedJob, predict_mixed, rank_groups
+from cuboid.planning.mixed import Line, Machines, MixedJob, crossing_seconds, predict_mixed, rank_groups
 from cuboid.planning.question import Question
 from cuboid.planning.space import Space, divisors
 from cuboid.planning.stages import LayerSeconds, held
@@ -37,8 +37,10 @@ DEEPEST = 64
 """Pipeline ranks."""
 LOOKED_AT = 160
 """Divisions whose layers are dealt and whose memory is counted."""
-FINALISTS = 6
-"""… and that are simulated."""
+FINALISTS = 4
+"""… and that are simulated: of pipelines, of replicas, and of both together."""
+FAR = 1.5
+"""Divisions whose least time is so many times the best are not looked at."""
 NEAR = 2
 """Numbers of micro-batches on both sides of the one by speed that are tried for each line."""
 Kind = tuple[int, int, str, int]
@@ -78,29 +80,43 @@ class Division:
         return sum(line.replicas for line in self.lines)
 
 
-def mixed_job(groups: Groups, questions: Sequence[Question], global_batch: int) -> MixedJob | None:
-    """The fastest over two groups or more; None where none fits. `questions`: about each group, in order."""
+def mixed_job(
+    groups: Groups, questions: Sequence[Question], global_batch: int, first: int | None = None
+) -> MixedJob | None:
+    """The fastest over two groups or more; None where none fits. `questions`: about each group, in order. `first`: the
+    group that has rank 0."""
     machines = Machines(groups, tuple(replace(question, global_batch=global_batch) for question in questions))
-    best = _best(machines, (1,))
-    return best if best is not None else _best(machines, (2, 3))
+    known = _Known(machines, first)
+    best = _best(known, (1,))
+    return best if best is not None else _best(known, (2, 3))
 
 
-def _best(machines: Machines, zeros: Sequence[int]) -> MixedJob | None:
-    known = _Known(machines)
+def _best(known: _Known, zeros: Sequence[int]) -> MixedJob | None:
+    machines = known.machines
     divisions = sorted(known.divisions(zeros), key=lambda each: each.bound)
     found: list[tuple[float, int, Layout, tuple[Line, ...]]] = []
     least = float("inf")
     for place, division in enumerate(divisions[:LOOKED_AT]):
-        if division.bound > least:
+        if division.bound > FAR * least:
             break
         dealt = known.dealt(division)
         if dealt is None:
             continue
         seconds, layout = dealt
         found.append((seconds, place, layout, division.lines))
-        least = min(least, 1.2 * seconds)
+        least = min(least, seconds)
     best: MixedJob | None = None
-    for _, _, layout, lines in nsmallest(FINALISTS, found, key=lambda each: each[:2]):
+    kinds = {(len(lines) > 1, layout.pp > 1) for _, _, layout, lines in found}
+    chosen = [
+        each
+        for kind in sorted(kinds)
+        for each in nsmallest(
+            FINALISTS,
+            [each for each in found if (len(each[3]) > 1, each[2].pp > 1) == kind],
+            key=lambda each: each[:2],
+        )
+    ]
+    for _, _, layout, lines in chosen:
         for each in _schedules(machines.first, layout):
             job = predict_mixed(machines, each, lines)
             if job.fits and (best is None or job.step_seconds < best.step_seconds):
@@ -121,8 +137,8 @@ def _schedules(question: Question, layout: Layout) -> Iterator[Layout]:
 class _Known:
     """What is asked again and again of the kinds of one cluster file."""
 
-    def __init__(self, machines: Machines) -> None:
-        self.machines, self.question = machines, machines.first
+    def __init__(self, machines: Machines, first: int | None) -> None:
+        self.machines, self.question, self._first = machines, machines.first, first
         self.model, self.batch = machines.first.model, machines.first.global_batch
         self._of_kind: dict[ClusterSpec, dict[Kind, Seconds]] = {}
         tensor, experts = self._tensor(), self._experts()
@@ -157,7 +173,7 @@ class _Known:
     def divisions(self, zeros: Sequence[int]) -> Iterator[Division]:
         every = self._seconds
         kinds = [kind for kind in every[0] if all(kind in each for each in every)]
-        for chosen in _line_sets(self.machines):
+        for chosen in self._led(_line_sets(self.machines)):
             used = sorted({group for line in chosen for group in line})
             sizes = {group: self.machines.questions[group].cluster.accelerators for group in used}
             for tp in {kind[0] for kind in kinds}:
@@ -171,6 +187,14 @@ class _Known:
                             bound = self._bound(lines, kind)
                             for zero in self._allowed("zero", zeros):
                                 yield Division(lines, kind, zero, bound)
+
+    def _led(self, sets: Iterator[tuple[tuple[int, ...], ...]]) -> Iterator[tuple[tuple[int, ...], ...]]:
+        """Those in which the first line begins with the group that has rank 0."""
+        for chosen in sets:
+            if self._first is None or chosen[0][0] == self._first:
+                yield chosen
+            elif led := [line for line in chosen if line[0] == self._first]:
+                yield (*led, *(line for line in chosen if line[0] != self._first))
 
     def _whole_nodes(self, lines: tuple[Line, ...], tp: int) -> bool:
         order = rank_groups(lines, Layout(dp=sum(line.replicas for line in lines), tp=tp, pp=len(lines[0].groups)))
@@ -212,7 +236,8 @@ class _Known:
                 return None
             tight = self._tight(division, layout, counts)
             if not tight:
-                return seconds, layout
+                part = held(self.model, layout, self.question.sequence)
+                return seconds + crossing_seconds(self.machines, layout, division.lines, part), layout
             caps = [min(cap, tight.get(rank, cap)) for rank, cap in enumerate(caps)]
         return None
 

@@ -1,7 +1,8 @@
-"""Unequal parts of a batch for nodes that are not equally fast, from the seconds that their ranks need for themselves.
+"""Unequal parts of a batch, or of the layers, for nodes that are not equally fast, from the seconds that their ranks
+need for themselves.
 
-A replica computes as many sequences as before in as many seconds, so what a step would take with other weights follows
-from what it takes now."""
+A replica computes as many sequences as before in as many seconds, and a pipeline rank as many layers, so what a step
+would take with other weights, or other layers, follows from what it takes now."""
 
 from __future__ import annotations
 
@@ -11,12 +12,15 @@ from heapq import heapify, heapreplace
 from math import gcd
 
 from cuboid.errors import UserError
+from cuboid.spec.fitting import check_model
 from cuboid.spec.layout import Layout
+from cuboid.spec.partition import partition
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run
 
 WORTH = 1.1
 """So much longer a step must be now: times of steps vary by some percent."""
+SIMPLER = 1.05
 LARGER = 2
 """Where replicas differ in the size of micro-batches, the largest is at most so many times as large as `micro_batch`
 says: there may be no more memory."""
@@ -48,17 +52,68 @@ class Balance:
     times: float
     """As slow as the fastest."""
 
+    field: str = "batch_weights"
+
     @property
     def why(self) -> str:
-        weights = str(self.layout).partition("batch_weights=")[2].partition(",")[0]
-        now = f"batch_weights={weights}" if weights else "equal parts of the batch"
+        written = str(self.layout).partition(f",{self.field}=")[2].partition(",")[0]
+        now = f"{self.field}={written}" if written else "equal parts of the batch"
         slow = f"node {self.slow} is {self.times:.2g} times as slow as the fastest: " if self.times > WORTH else ""
         return f"{slow}{now} makes a step {self.after:.3g} s, not {self.before:.3g} s"
 
 
 def balance(run: Run, layout: Layout, ranks: int, paces: Mapping[str, Pace]) -> Balance | None:
-    """Better weights; None where what they save until the last step is less than what starting again takes. `ranks`:
-    on each node, of which `paces` has one in the order of their ranks."""
+    """Better weights or layers; None where what they save until the last step is less than what starting again takes.
+    `ranks`: on each node, of which `paces` has one in the order of their ranks."""
+    ways = [found for way in (_weighted, _staged) if (found := way(run, layout, ranks, paces)) is not None]
+    if not ways:
+        return None
+    # Of two that are about as fast the one that leaves every stage its memory.
+    best = min(ways, key=lambda found: found.after * (SIMPLER if found.field == "layers" else 1))
+    left = run.training.steps - max(each.step for each in paces.values())
+    worth = left * (best.before - best.after) >= 2 * max(each.setup for each in paces.values())
+    return best if worth and best.before >= WORTH * best.after else None
+
+
+def _staged(run: Run, layout: Layout, ranks: int, paces: Mapping[str, Pace]) -> Balance | None:
+    """Other layers for the pipeline ranks; with several stages on each, these share its layers as equally as can be."""
+    nodes, told = list(paces), list(paces.values())
+    if layout.pp == 1:
+        return None
+    size = layout.world_size // layout.pp
+    slowest = [
+        max(range(rank * size // ranks, -(-(rank + 1) * size // ranks)), key=lambda node: told[node].own)
+        for rank in range(layout.pp)
+    ]
+    seconds = [told[node].own for node in slowest]
+    stages = [layout.stages_of(rank) for rank in range(layout.pp)]
+    held = [len(part) for part in partition(run.model, layout.stages, run.training.sequence, layout.layers)]
+    now = [sum(held[stage] for stage in own) for own in stages]
+    if min(seconds) <= 0 or len(set(slowest)) < 2:
+        return None
+    speeds = [count / each for count, each in zip(now, seconds, strict=True)]
+    given = deal(run.model.layers - layout.stages + layout.pp, speeds)  # each stage has one besides
+    counts = [given[rank] + layout.vpp - 1 for rank in range(layout.pp)]
+    if counts == now or any(count > LARGER * before for count, before in zip(counts, now, strict=True)):
+        return None
+    layers = [0] * layout.stages
+    for own, count in zip(stages, counts, strict=True):
+        for place, stage in enumerate(own):
+            layers[stage] = count // len(own) + (place < count % len(own))
+    try:
+        found = layout.changed(layers=tuple(layers))
+        check_model(found, run.model)
+    except UserError:  # recompute_layers that are all of a stage, now
+        return None
+    waits = max(each.whole for each in told) - max(seconds)
+    after = max(count / speed for count, speed in zip(counts, speeds, strict=True))
+    # What fills and drains the pipeline is as long as its stages.
+    step = max(seconds) + waits
+    least = min(range(layout.pp), key=lambda rank: speeds[rank])
+    return Balance(found, step, step * after / max(seconds), nodes[slowest[least]], max(speeds) / min(speeds), "layers")
+
+
+def _weighted(run: Run, layout: Layout, ranks: int, paces: Mapping[str, Pace]) -> Balance | None:
     nodes, told = list(paces), list(paces.values())
     holders: list[set[int]] = [set() for _ in range(layout.dp)]
     for rank in range(layout.world_size):
@@ -74,9 +129,6 @@ def balance(run: Run, layout: Layout, ranks: int, paces: Mapping[str, Pace]) -> 
     waits = max(each.whole for each in told) - max(seconds)
     part = [found.weight_of(replica) / found.batch_parts / speed for replica, speed in enumerate(speeds)]
     before, after = max(seconds) + waits, max(part) * layout.batch_parts + waits
-    left = run.training.steps - max(each.step for each in told)
-    if before < WORTH * after or left * (before - after) < 2 * max(each.setup for each in told):
-        return None
     least = min(range(layout.dp), key=lambda replica: speeds[replica])
     return Balance(found, before, after, nodes[slowest[least]], max(speeds) / min(speeds))
 

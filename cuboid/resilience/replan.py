@@ -48,9 +48,14 @@ class Replanner:
 
     def _choose(self, nodes: int) -> Choice:
         """The best use of so many nodes; a `UserError` if none of them can hold the run."""
-        own, offered = self._run.layout, nodes * self._ranks
-        if own.world_size == offered:
+        own = self._run.layout
+        if own.world_size == nodes * self._ranks:
             return Choice(nodes, self._ranks, str(own), f"{_nodes(nodes)}: the run's own layout {own}")
+        return self.best(nodes)[0]
+
+    def best(self, nodes: int) -> tuple[Choice, float]:
+        """The planner's best use of so many nodes, whatever the run's own layout, and seconds of a step."""
+        offered = nodes * self._ranks
         best: tuple[float, Choice] | None = None
         for used, ranks in self._parts(nodes):
             found = self._best(used, ranks)
@@ -65,7 +70,7 @@ class Replanner:
                 f"{_nodes(nodes)} with {self._ranks} ranks each cannot hold {self._run.model.name} at global_batch="
                 f"{self._run.training.global_batch}; use more nodes or another global_batch"
             )
-        return best[1]
+        return best[1], best[0]
 
     def _parts(self, nodes: int) -> Iterator[tuple[int, int]]:
         """(nodes, ranks on each) that might be used: all ranks of fewer and fewer nodes, fewer ranks of all."""

@@ -8,12 +8,13 @@ from itertools import permutations
 import pytest
 
 from cuboid.planning.choose import predict
-from cuboid.planning.mixed import Machines, predict_mixed
+from cuboid.planning.mixed import Line, Machines, predict_mixed
 from cuboid.planning.mixed_search import mixed_job, share_out
 from cuboid.planning.question import Question
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.fitting import check
 from cuboid.spec.groups import Group, Groups, SiteLink
+from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
 
 MODEL = load_model("llama3.2-1b")
@@ -78,7 +79,7 @@ def test_a_slow_link_costs_time_and_what_is_decided_stays() -> None:
     narrow = lab("h100x8", "a100x8", gbit=10)
     over_narrow = mixed_job(narrow, questions(narrow, 144, pp=1), 144)
     assert replicas is not None and over_narrow is not None
-    assert over_narrow.crossing > replicas.crossing + 5
+    assert over_narrow.crossing > replicas.crossing + 2
     decided = mixed_job(groups, questions(groups, 144, tp=2, recompute="full"), 144)
     assert decided is not None
     assert (decided.layout.tp, decided.layout.recompute) == (2, "full")
@@ -88,15 +89,15 @@ def test_a_slow_link_costs_time_and_what_is_decided_stays() -> None:
 
 def test_stages_go_to_kinds_by_their_speed() -> None:
     """No layer moved from one stage to another makes the step shorter, whatever the kinds hold besides."""
-    groups = lab("h100x8", "a100x8", "l40sx8")
-    asked = [replace(each, model=load_model("llama3-8b")) for each in questions(groups, 96, schedule="1f1b")]
+    groups = lab("h100x8", "a100x8")
+    asked = [replace(each, model=load_model("llama3-8b")) for each in questions(groups, 96, schedule="1f1b", pp=2)]
     found = mixed_job(groups, asked, 96)
     assert found is not None and found.fits
     layout, machines = found.layout, Machines(groups, tuple(asked))
     assert layout.pp > 1 and sum(layout.layers) == 32
     kinds = {here.group: here for here in found.pipeline_ranks}
     assert kinds["h100x8"].layers > kinds["a100x8"].layers >= 1
-    check(layout, asked[0].model, global_batch=96, sequence=4096, world_size=24)
+    check(layout, asked[0].model, global_batch=96, sequence=4096, world_size=16)
     for source, target in permutations(range(layout.pp), 2):
         if layout.layers[source] > 1:
             moved = list(layout.layers)
@@ -121,7 +122,7 @@ def test_memory_of_a_kind_bounds_its_stages() -> None:
 
 
 def test_lines_mix_pipelines_and_replicas() -> None:
-    """Two sites with both kinds each, and a slow link between: pipelines stay within the sites' own links."""
+    """Two sites with both kinds each: a pipeline through both kinds of each site, replicas across sites."""
     kinds = ("h100x8", "a100x8")
     members = tuple(
         Group(name=f"{site}-{kind}", site=site, cluster=replace(load_cluster(kind), name=kind))
@@ -134,12 +135,15 @@ def test_lines_mix_pipelines_and_replicas() -> None:
         groups=members,
         links=tuple(SiteLink(between=pair, bandwidth_gbit=gbit, latency_ms=5.0) for pair, gbit in links),
     )
-    found = mixed_job(groups, questions(groups, 384, dp=16, pp=2), 384)
-    assert found is not None
-    assert len(found.lines) == 2
-    sites = [{members[group].site for group in line.groups} for line in found.lines]
-    assert sites == [{"east"}, {"west"}]
-    assert found.crossing > 0
+    asked = questions(groups, 384, dp=16, pp=2)
+    found = mixed_job(groups, asked, 384)
+    assert found is not None and found.fits
+    layout = Layout.parse("dp=16,pp=2,zero=1,layers=5:11")
+    both = predict_mixed(Machines(groups, tuple(asked)), layout, (Line((1, 0), 8), Line((3, 2), 8)))
+    held = MODEL.parameters + MODEL.vocab * MODEL.hidden  # the first stage and the last have the tied table
+    assert both.crossing == pytest.approx(6 * held * 15 / 16 / (100e9 / 8) + 0.01, rel=0.01)
+    assert both.waiting == 0
+    assert found.step_seconds <= both.step_seconds
 
 
 @pytest.mark.parametrize("whole", [12, 30, 64, 97])

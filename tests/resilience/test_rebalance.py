@@ -47,10 +47,28 @@ def test_it_must_pay() -> None:
 
 def test_a_replica_is_as_slow_as_its_slowest_node() -> None:
     run = run_of("dp=2,pp=2")  # nodes hold stage 0 of both replicas, then stage 1
-    assert balance(run, run.layout, 2, paces(1.0, 2.0)) is None
     found = balance(run, run.layout, 1, paces(1.0, 1.0, 1.0, 3.0))
     assert found is not None
     assert (found.layout.batch_weights, found.slow) == ((3, 1), "node3")
+
+
+def test_a_slow_stage_gets_fewer_layers() -> None:
+    run = run_of("dp=2,pp=2")  # a node for each stage
+    found = balance(run, run.layout, 2, paces(1.0, 2.0))
+    assert found is not None
+    assert (found.layout.layers, found.slow) == ((6, 2), "node1")
+    assert (found.before, found.after) == pytest.approx((2.1, 2.1 * 1.5 / 2))
+    assert "node node1 is 2 times as slow as the fastest: layers=6:2 makes a step" in found.why
+    back = balance(run, found.layout, 2, paces(1.5, 0.5))
+    assert back is not None and back.layout.layers == (4, 4)
+
+
+def test_layers_of_a_rank_are_shared_by_its_stages() -> None:
+    run = run_of("pp=2,schedule=zbv")
+    found = balance(run, run.layout, 1, paces(1.0, 3.0))
+    assert found is not None
+    assert (found.layout.layers, found.layout.stages_of(0)) == ((3, 1, 1, 3), (0, 3))
+    assert balance(run, Layout.parse("pp=2,layers=4:4"), 2, paces(1.0)) is None, "both on one node"
 
 
 def test_replicas_in_step_get_larger_micro_batches_but_not_much_larger() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from cuboid.errors import UserError, nearest_numbers, use
 from cuboid.launch.islands import IslandOptions
+from cuboid.planning.mixed_file import planned_nodes
 from cuboid.planning.plan import planned_cluster
 from cuboid.resilience.goodput import measured
 from cuboid.resilience.replan import Replanner
@@ -136,6 +137,11 @@ def make_job(
     """The job of a run; what neither its plan nor an option tells is asked for."""
     island = island or IslandOptions()
     island.check(run)
+    if planned_nodes(run) is not None:
+        raise UserError(
+            f"{file} plans one job over nodes of several groups, which a job file of equal nodes does not start; run "
+            "cuboid train on each node with --group"
+        )
     cluster = planned_cluster(run)
     on_cpus = run.training.device == "cpu" or (cluster is not None and cluster.accelerator == "cpu")
     per_node = _ranks_per_node(run, nodes, gpus_per_node, cluster.accelerators_per_node if cluster else None)

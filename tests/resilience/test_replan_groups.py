@@ -1,0 +1,72 @@
+"""Which node of which group does what: the plan's own order, and the best order while nodes are missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from cuboid.errors import UserError
+from cuboid.planning.mixed import Line, Machines, predict_mixed
+from cuboid.planning.mixed_file import mixed_run, planned_lines, planned_machines
+from cuboid.planning.question import Question
+from cuboid.resilience.replan_groups import GroupReplanner, node_name
+from cuboid.spec.cluster import load_cluster
+from cuboid.spec.groups import Group, Groups, SiteLink
+from cuboid.spec.layout import Layout
+from cuboid.spec.model import load_model
+from cuboid.spec.run import Run
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    """Four nodes: the first stages on two of old, the last on two of new."""
+    kinds = {"new": "h100x16", "old": "a100x16"}
+    groups = Groups(
+        name="lab",
+        groups=tuple(Group(name=name, site="lab", cluster=load_cluster(kind)) for name, kind in kinds.items()),
+        links=(SiteLink(between=("lab", "lab"), bandwidth_gbit=1600.0, latency_ms=0.02),),
+    )
+    model = load_model("llama3-8b")
+    asked = tuple(Question(model=model, cluster=g.cluster, global_batch=128, sequence=4096) for g in groups.groups)
+    machines = Machines(groups, asked)
+    job = predict_mixed(machines, Layout.parse("dp=16,pp=2,zero=1,layers=9:23"), (Line((1, 0), 16),))
+    return mixed_run(machines, job)
+
+
+def nodes(*groups: str) -> list[str]:
+    return [node_name(group, f"10.0.0.{place}/{place}") for place, group in enumerate(groups)]
+
+
+def test_a_plan_is_read_as_it_was_written(run: Run) -> None:
+    machines = planned_machines(run)
+    assert planned_lines(run, machines) == (Line((1, 0), 16),)
+    assert [question.cluster.accelerator for question in machines.questions] == ["h100-80g", "a100-80g"]
+
+
+def test_nodes_are_put_in_the_order_of_the_plan(run: Run) -> None:
+    came = nodes("old", "new", "new", "old")
+    choice, members = GroupReplanner(run, 8, lambda: False).arrange(came)
+    assert (choice.nodes, choice.layout) == (4, str(run.layout))
+    assert members == (came[0], came[3], came[1], came[2])
+
+
+@pytest.mark.parametrize(
+    ("came", "sentence"),
+    [
+        (("old", "old", "old", "new"), "the plan is for 2 of old and 2 of new, and the nodes that came are 3 of old"),
+        (("new", "old", "old", "new"), "rank 0 of the plan is on a node of old, and the node at the rendezvous is of"),
+    ],
+)
+def test_a_job_that_begins_with_others_is_refused(run: Run, came: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        GroupReplanner(run, 8, lambda: False).arrange(nodes(*came))
+
+
+@pytest.mark.parametrize("came", [("old", "new", "new"), ("new", "new", "old", "old"), ("new", "new"), ("new", "old")])
+def test_a_job_that_has_begun_is_planned_for_those_that_are_left(run: Run, came: tuple[str, ...]) -> None:
+    there = nodes(*came)
+    choice, members = GroupReplanner(run, 8, lambda: True).arrange(there)
+    layout = Layout.parse(choice.layout)
+    assert members[0] == there[0], "the leader has rank 0"
+    assert set(members) <= set(there) and len(members) == choice.nodes == len(set(members))
+    assert layout.world_size == 8 * choice.nodes
+    assert 128 % layout.batch_unit == 0
