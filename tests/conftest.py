@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,36 +28,37 @@ slow = [HealthCheck.too_slow]
 settings.register_profile("certain", deadline=None, suppress_health_check=slow, derandomize=True)
 settings.register_profile("thorough", deadline=None, suppress_health_check=slow)
 
-LONGEST = """
-launch/test_ray_cluster checkpoint/test_kill planning/test_search docs/test_tutorial parallel/test_equality
-parallel/test_precision
-cli/test_train parallel/test_experts parallel/test_compiled planning/test_explain checkpoint/test_huggingface_export
-launch/test_once launch/test_oom parallel/test_context resilience/test_preemption parallel/test_overlap
-docs/test_commands report/test_browser training/test_killed_chain launch/test_node resilience/test_standstill
-cli/test_verify
-resilience/test_bad_hardware generate/test_equality data/test_build resilience/test_hang training/test_offload
-parallel/test_communication checkpoint/test_moments training/test_bad_steps checkpoint/test_full_disk
-launch/test_backend cli/test_plan parallel/test_async_tp checkpoint/test_start training/test_profile
-planning/test_choose parallel/test_nccl_model training/test_training cli/test_replay checkpoint/test_memory
-training/test_memory_restart parallel/test_shm_collectives verification/test_rounding training/test_bit_identical
-training/test_health training/test_muon launch/test_chaos
-probe/test_one_rank training/test_resume launch/test_scale launch/test_pool parallel/test_memory
-parallel/test_recompute parallel/test_random_layouts checkpoint/test_resume model/test_initialize
-checkpoint/test_saver probe/test_probe parallel/test_step training/test_layer_norms parallel/test_loss_scale
-""".split()
+LONGEST = Path(__file__).with_name("longest.txt")
 """Files that take long begin first, the longest of them foremost, so that none is left when the others are done."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="try every combination and many random layouts")
     parser.addoption("--browser", action="store_true", help="fail where no Chromium is there for tests of pages")
+    parser.addoption("--note-longest", action="store_true", help="write down which files took longest: longest.txt")
     parser.addoption("--pictures", help="folder for the pictures of pages that the browser's tests take")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("thorough" if config.getoption("--thorough") else "certain")
+    if config.getoption("--note-longest") and not hasattr(config, "workerinput"):  # of several workers, who hears all
+        config.pluginmanager.register(Times())
     config.addinivalue_line("markers", "browser: opens pages in a real Chromium")
     config.addinivalue_line("markers", "thorough: takes long and is tried with --thorough only")
+
+
+class Times:
+    """How long each file takes."""
+
+    def __init__(self) -> None:
+        self._seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid.partition(".py::")[0].removeprefix("tests/")] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        longest = [name for name, seconds in self._seconds.most_common() if seconds > 0.005 * self._seconds.total()]
+        LONGEST.write_text("\n".join(longest) + "\n")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -67,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     leaves |= {"thorough"} if not config.getoption("--thorough") else set()
     left = [item for item in items if any(item.get_closest_marker(name) for name in leaves)]
     config.hook.pytest_deselected(items=left)
-    places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
+    places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST.read_text().split())}
     items[:] = [item for item in items if item not in left]
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -25,6 +26,7 @@ from cuboid.resilience.goodput import Failure, note_failure, seconds_since
 from cuboid.resilience.preemption import REQUEUE, Forwarder, Listener
 from cuboid.resilience.rebalance import Pace
 from cuboid.resilience.watchdog import Watchdog
+from cuboid.schedule.table import uncollected
 from cuboid.spec.fitting import check_world_size
 from cuboid.spec.run import Run
 from cuboid.training.run_folder import forget_reports, newest_kept
@@ -134,6 +136,8 @@ def start_fork_server(run: Run, signals: Forwarder) -> None:
     resource_tracker.ensure_running()  # which leaves SIGTERM unblocked
     signals.block()
     forkserver.ensure_running()
+    with uncollected():  # of what is imported nothing is garbage, and looking took a sixth of the time
+        import_module("cuboid.launch.rank")
 
 
 def launch(

@@ -16,6 +16,7 @@ from cuboid.launch.once import Heard, Post
 from cuboid.telemetry.heartbeat import process_state
 from tests.cli.command import SHORT, environment, train
 from tests.launch.ports import free_port
+from tests.matrix import rest
 
 SMALL = ["--steps", "1", "--set", "model.layers=2", "--set", "training.sequence=8"]
 VERIFY = ["-m", "cuboid.cli.main", "verify", *SMALL]
@@ -92,7 +93,7 @@ def test_the_tasks_of_srun_all_end_with_the_verdict(processes: Processes) -> Non
     assert outs[1] == ""
 
 
-@pytest.mark.parametrize("nodes", [[(0, 2), (1, 3)], [(0, 1, 2), (3,)]], ids=["cyclic", "uneven"])
+@pytest.mark.parametrize("nodes", [[(0, 2), (1, 3)], *rest([(0, 1, 2), (3,)])])
 def test_the_first_task_of_each_node_watches_its_own(
     processes: Processes, tmp_path: Path, nodes: list[tuple[int, ...]]
 ) -> None:
