@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cuboid.cli.options import ModelsBatch, ModelsCluster, ModelsSequence, PlanOrModel, PlansEngine, PlansPrecision
 from cuboid.cli.plan_islands import explain_islands
 from cuboid.cli.plan_mixed import explain_mixed, mixed_of
 from cuboid.errors import UserError
@@ -37,17 +38,13 @@ KINDS = {
 
 
 def command(
-    plan: Annotated[str, typer.Argument(help="A plan file, or a model followed by a cluster.")],
-    cluster: Annotated[str | None, typer.Argument(help="The cluster, where a model is named.")] = None,
+    plan: PlanOrModel,
+    cluster: ModelsCluster = None,
     layout: Annotated[str | None, typer.Option(help="Explain this layout, e.g. dp=8,tp=8,pp=16.")] = None,
-    global_batch: Annotated[int | None, typer.Option(help="Sequences per step, where a model is named.")] = None,
-    seq: Annotated[
-        int | None, typer.Option("--seq", "--sequence", help="Tokens per sequence, where a model is named.")
-    ] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="bf16, fp16, fp8 or float32; default: the plan's, or bf16 where there is one.")
-    ] = None,
-    engine: Annotated[str | None, typer.Option(help="Profile of costs; default: the plan's, or cuboid.")] = None,
+    global_batch: ModelsBatch = None,
+    seq: ModelsSequence = None,
+    precision: PlansPrecision = None,
+    engine: PlansEngine = None,
     island: Annotated[int | None, typer.Option(help="Of a plan of islands: this one, from 0.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -12,7 +12,7 @@ from cuboid.checkpoint.folder import checkpoints, step_of
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import Manifest
 from cuboid.checkpoint.verify import verify
-from cuboid.cli.options import Oversubscribe
+from cuboid.cli.options import Interface, Nodes, Oversubscribe, RanksPerNode, Rendezvous
 from cuboid.errors import UserError
 from cuboid.launch.once import Heard, take_post
 from cuboid.launch.start import NodeOptions
@@ -39,12 +39,10 @@ def command(
     backend: Annotated[
         Literal["auto", "nccl", "gloo"] | None, typer.Option(help="In place of the run's.", show_default=False)
     ] = None,
-    rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT where nodes meet; HOST is one of them.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes, each started with this same command.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Default: the layout's ranks / nodes.")] = None,
-    interface: Annotated[
-        str | None, typer.Option(help="Interface or address of this node; default: the one towards HOST.")
-    ] = None,
+    rendezvous: Rendezvous = None,
+    nodes: Nodes = None,
+    ranks_per_node: RanksPerNode = None,
+    interface: Interface = None,
     oversubscribe: Oversubscribe = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object.")] = False,
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from cuboid.cli.explain import asked, islands_of
+from cuboid.cli.options import ModelsBatch, ModelsCluster, ModelsSequence, PlanOrModel, PlansEngine, PlansPrecision
 from cuboid.cli.plan_mixed import mixed_of, simulate_mixed
 from cuboid.cost.rounds import summary
 from cuboid.errors import UserError
@@ -24,17 +25,13 @@ MOST_ACTIONS = 500_000
 
 
 def command(
-    plan: Annotated[str, typer.Argument(help="A plan file, or a model followed by a cluster.")],
-    cluster: Annotated[str | None, typer.Argument(help="The cluster, where a model is named.")] = None,
+    plan: PlanOrModel,
+    cluster: ModelsCluster = None,
     layout: Annotated[str | None, typer.Option(help="Simulate this layout, e.g. dp=8,tp=8,pp=16.")] = None,
-    global_batch: Annotated[int | None, typer.Option(help="Sequences per step, where a model is named.")] = None,
-    seq: Annotated[
-        int | None, typer.Option("--seq", "--sequence", help="Tokens per sequence, where a model is named.")
-    ] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="bf16, fp16, fp8 or float32; default: the plan's, or bf16 where there is one.")
-    ] = None,
-    engine: Annotated[str | None, typer.Option(help="Profile of costs; default: the plan's, or cuboid.")] = None,
+    global_batch: ModelsBatch = None,
+    seq: ModelsSequence = None,
+    precision: PlansPrecision = None,
+    engine: PlansEngine = None,
     island: Annotated[int | None, typer.Option(help="Of a plan of islands: one step of this one, from 0.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline for Perfetto or chrome://tracing.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Write the timeline as an SVG picture.")] = None,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from cuboid.cli.options import Oversubscribe
+from cuboid.cli.options import Interface, Nodes, Oversubscribe, RanksPerNode, Rendezvous
 from cuboid.data.opened import check_data
 from cuboid.errors import UserError
 from cuboid.launch.capacity import check_run
@@ -89,12 +89,10 @@ def command(
     backend: Annotated[
         Literal["auto", "nccl", "gloo"], typer.Option(help="auto: NCCL on GPUs, also where ranks share one.")
     ] = "auto",
-    rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT where nodes meet; HOST is one of them.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes, each started with this same command.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Default: the layout's ranks / nodes.")] = None,
-    interface: Annotated[
-        str | None, typer.Option(help="Interface or address of this node; default: the one towards HOST.")
-    ] = None,
+    rendezvous: Rendezvous = None,
+    nodes: Nodes = None,
+    ranks_per_node: RanksPerNode = None,
+    interface: Interface = None,
     oversubscribe: Oversubscribe = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
