@@ -7,7 +7,8 @@
 Three islands, each on a host of its own, train one small model; two of the hosts are places where islands meet, so that
 either decides for all. A fault kills every process of one island at once, and starts it again two seconds later: any
 one (`island`), the one that decides (`decider`), one in the middle of a round (`round`), one that is saving (`save`).
-A job has `--per-job` faults; before them two jobs without any, of other seeds, say how far seeds are apart.
+A step takes `--step` seconds, padded by sleeping. A job has `--per-job` faults; before them two jobs without any, of
+other seeds, say how far seeds are apart.
 
 A line of JSON for each fault: steps that survivors lost (that others had taken before them, or that they took twice)
 and their longest time between two steps; the step at which the island was back. One for each job: how it ended, and
@@ -16,7 +17,6 @@ the loss of the last tenth of its steps, of all islands."""
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from hosts import Hosts
-from islands_jobs import command, environment, rows, tell
+from islands_jobs import command, environment, options_of, rows, rows_of, tell
 
 ISLANDS, PORT = 3, 29500
 KINDS = ("island", "decider", "round", "save")
@@ -202,16 +202,12 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("faults", 30), ("per-job", 5), ("steps", 1500), ("plain", 2), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--step", type=float, default=0.08, help="seconds that a step takes, padded by sleeping")
+    numbers = {"faults": 30, "per-job": 5, "steps": 1500, "plain": 2, "seed": 0, "step": 0.08}
+    parser = options_of(__doc__, numbers)
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--json", help="append every row to this file")
-    parser.add_argument("--table", help="print the table of this file, train nothing")
     options = parser.parse_args(words)
     if options.table:
-        print(table([json.loads(line) for line in Path(options.table).read_text().splitlines()]))
+        print(table(rows_of(options.table)))
         return
     source = random.Random(options.seed)
     kinds = options.kinds.split(",")

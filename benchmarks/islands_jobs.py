@@ -1,7 +1,8 @@
-"""What the benchmarks of islands share: `cuboid train` of one island each, and what it wrote."""
+"""What the benchmarks of islands share: their options, `cuboid train` of one island each, and what it wrote."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import secrets
@@ -38,6 +39,21 @@ def _at_least(seconds: float) -> Iterator[None]:
     until = time.perf_counter() + seconds
     yield
     time.sleep(max(0.0, until - time.perf_counter()))
+
+
+def options_of(text: str | None, numbers: Mapping[str, float]) -> argparse.ArgumentParser:
+    """`text`: of --help. `numbers`: options with their defaults; a whole one takes whole numbers."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in numbers.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    parser.add_argument("--json", help="append every row to this file")
+    parser.add_argument("--table", help="print the table of this file, train nothing")
+    return parser
+
+
+def rows_of(file: str) -> list[dict[str, Any]]:
+    """That `--json` wrote."""
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
 
 
 def command(folder: Path, number: int, places: str, settings: Mapping[str, object]) -> list[str]:

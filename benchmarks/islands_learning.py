@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from islands_jobs import tell
+from islands_jobs import options_of, rows_of, tell
 from torch import Tensor
 
 from cuboid.data.loader import micro_batches
@@ -50,7 +50,7 @@ from cuboid.training.step import PendingStep, evaluate, run_passes, start_step
 MODELS = {
     "tiny": {"layers": 2, "hidden": 64, "ffn": 176, "heads": 2, "kv_heads": 2},
     "11M": {"layers": 6, "hidden": 384, "ffn": 1024, "heads": 6, "kv_heads": 6},
-    "300M": {"layers": 24, "hidden": 1024, "ffn": 2816, "heads": 16, "kv_heads": 16},
+    "300M": {"layers": 11, "hidden": 1536, "ffn": 4096, "heads": 12, "kv_heads": 12},
 }
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57}
 """Of Student's distribution, by number of seeds."""
@@ -328,20 +328,14 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> None:
 
 
 def main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = {"steps": 200, "batch": 16, "micro-batch": 4, "sequence": 128, "vocab": 320, "peak": 1e-3}
+    parser = options_of(__doc__, numbers | {"seeds": 1, "first-seed": 0, "jobs": 1, "threads": 1, "evaluate": 64})
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--cases", default="dp; 2; 4")
-    for name, value in (("steps", 200), ("batch", 16), ("micro-batch", 4), ("sequence", 128), ("vocab", 320)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    for name, value in (("seeds", 1), ("first-seed", 0), ("jobs", 1), ("threads", 1), ("evaluate", 64)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--peak", type=float, default=1e-3)
     parser.add_argument("--precision", default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--set", action="append", default=[])
-    parser.add_argument("--json", help="append every row to this file")
-    parser.add_argument("--table", help="print the table of this file, train nothing")
     parser.add_argument("--picture", help="draw the curves into this folder")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
@@ -351,7 +345,7 @@ def main(words: list[str]) -> None:
         print("ROW " + json.dumps(train(options, seed, case)[0]), flush=True)
         return
     if options.table:
-        rows = [json.loads(line) for line in Path(options.table).read_text().splitlines()]
+        rows = rows_of(options.table)
     else:
         rows = start(options, [each.strip() for each in options.cases.split(";")])
     print(table(rows))

@@ -14,7 +14,6 @@ than data parallelism needs for the same share, if all of its bf16 gradients' tr
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import tempfile
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hosts import Hosts, bytes_per_second
-from islands_jobs import command, environment, finish, rows, tell
+from islands_jobs import command, environment, finish, options_of, rows, rows_of, tell
 
 from cuboid.cost.rounds import predict_computing
 from cuboid.spec.island_homes import wire_bytes
@@ -129,17 +128,12 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, {"step": 0.1, "fragments": 1, "delay": 0, "bits": 8, "intervals": 3})
     parser.add_argument("--rates", default="50mbit,200mbit,1gbit,5gbit")
     parser.add_argument("--every", default="8,32,128")
-    parser.add_argument("--step", type=float, default=0.1)
-    for name, value in (("fragments", 1), ("delay", 0), ("bits", 8), ("intervals", 3)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--json", help="append every row to this file")
-    parser.add_argument("--table", help="print the table of this file, train nothing")
     options = parser.parse_args(words)
     if options.table:
-        print(table([json.loads(line) for line in Path(options.table).read_text().splitlines()]))
+        print(table(rows_of(options.table)))
         return
     free = measured(FREE, 8, options)
     beside = free["waited"] if options.delay == 0 else measured(FREE, 8, _at_once(options))["waited"]
