@@ -59,6 +59,11 @@ def command(
     run = load_run(folder / RUN_FILE)
     if not 1 <= step <= run.training.steps:
         raise UserError(f"--step {step} is no step of {folder}; use 1 to {run.training.steps}")
+    if run.islands.count > 1:
+        raise UserError(
+            f"islands.count={run.islands.count} cannot be replayed: batches and outer weights came from other islands; "
+            "name the folder of a run without islands"
+        )
     run = replace(run, output=replace(run.output, folder=str(folder)))
     if layout is not None:
         run = replace(run, layout=layout_for(run.model, layout))

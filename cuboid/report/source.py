@@ -172,7 +172,9 @@ def open_source(path: str | Path, cluster: str = "") -> Source:
     path = Path(path)
     if path.is_dir():
         if not (path / RUN_FILE).is_file():
-            raise UserError(f"{path} holds no {RUN_FILE}; name the folder of a run, or a plan file")
+            own = sorted(path.glob(f"island-*/{RUN_FILE}"))
+            instead = f"one of its islands, as {own[0].parent}" if own else "the folder of a run, or a plan file"
+            raise UserError(f"{path} holds no {RUN_FILE}; name {instead}")
         return Source(load_run(path / RUN_FILE), path, cluster)
     if not path.is_file():
         raise UserError(f"{path} does not exist; name the folder of a run, or a plan file")

@@ -83,6 +83,9 @@ def test_what_is_no_step_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     prepared(tmp_path)
     assert main(["replay", str(tmp_path), "--step", "11"]) == 2
     assert capsys.readouterr().err == f"error: --step 11 is no step of {tmp_path}; use 1 to 10\n"
+    prepared(tmp_path / "island-0", "islands.count=2")
+    assert main(["replay", str(tmp_path / "island-0"), "--step", "1"]) == 2
+    assert "islands.count=2 cannot be replayed: batches" in capsys.readouterr().err
 
 
 def test_attempts_that_differ_are_the_hardware() -> None:

@@ -87,6 +87,8 @@ def test_islands_that_share_a_disk(tmp_path: Path) -> None:
         (1, 2, 0.0625),
     ]
     assert "function drawIslands" in page(data)
+    with pytest.raises(UserError, match=r"name one of its islands, as .*island-0"):
+        open_source(tmp_path)
 
 
 def test_warnings_stand_above_the_loss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
