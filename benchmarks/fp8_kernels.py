@@ -2,6 +2,7 @@
 
     python benchmarks/fp8_kernels.py                   # shapes of Llama 3 8B and of experts of Qwen3 30B-A3B
     python benchmarks/fp8_kernels.py --small           # also on a CPU: only whether they are right
+    python benchmarks/fp8_kernels.py --experts         # only of experts
 
 Right: beside float64 matmuls of the same rounded numbers, and kernels beside plain operations, with dimensions too that
 128 does not divide. Fast: TFLOP/s of each of the three matmuls of a linear in bf16 and in fp8 with a scale for each
@@ -14,16 +15,19 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from cuboid.model import fp8_block, fp8_experts
+from cuboid.model import fp8_block, fp8_experts, router
 from cuboid.model.fp8 import Fp8Matmul, multiply, quantise
 from cuboid.model.fp8_block import block_matmul, quantise_both, quantise_weight, widened
-from cuboid.model.moe import Experts, grouped_matmul, grouped_outer
+from cuboid.model.moe import Experts, MoE, grouped_matmul, grouped_outer, swiglu
+from cuboid.model.rope import Positions
+from cuboid.model.router import Routing, permutation_of
 from cuboid.model.split_backward import Deferral
 from cuboid.spec.run import build_run
 
@@ -144,6 +148,93 @@ def check_experts(device: torch.device, count: int, hidden: int, width: int, row
     show(check="experts", shape=[count, hidden, width, rows], errors=errors, right=max(errors) < 0.15)
 
 
+def check_rounding_experts(device: torch.device, tokens: int, top_k: int, count: int, hidden: int, width: int) -> None:
+    """Kernels that make rows in 16 bits and in fp8, beside those that make them in 16 bits, rounded afterwards."""
+    x, gradient = numbers(tokens, hidden, device), numbers(tokens, hidden, device, 1)
+    generator = torch.Generator(device).manual_seed(0)
+    scores = torch.rand(tokens, count, generator=generator, device=device)
+    weights, chosen = scores.topk(top_k, -1)
+    kept = torch.rand(tokens, top_k, generator=generator, device=device) < 0.9
+    here = permutation_of(Routing(chosen, weights, kept), count)
+    last = int(here.counts.sum())
+    rows, *rounded = router._PermuteRounded.apply(x, here.home)
+    apart = x.index_select(0, here.order // top_k)
+    different = [differs(rows[:last], apart[:last])]
+    different += [differs(a[:last], b[:last]) for a, b in zip(rounded, fp8_experts.quantise_long(apart), strict=True)]
+    y = numbers(tokens * top_k, hidden, device, 2)
+    made = []
+    for rounds in (False, True):
+        leaves = [y.detach().requires_grad_(), weights.detach().requires_grad_()]
+        context = here.unpermute(*leaves, rounds).grad_fn
+        row_gradient, weight_gradient, *_ = router._Combine.backward(context, gradient)
+        in_fp8 = fp8_experts._rounded(row_gradient)
+        made.append((weight_gradient * kept, row_gradient[:last], *(each[:last] for each in in_fp8)))
+    different += [error(made[1][0], made[0][0])]
+    different += [differs(a, b) for a, b in zip(made[1][1:], made[0][1:], strict=True)]
+    fused, of_inner = numbers(tokens, 2 * width, device, 3), numbers(tokens, width, device, 4)
+    for found, double in (
+        (fp8_experts._swiglu(fused), lambda whole: swiglu(*whole.chunk(2, 1))),
+        (
+            fp8_experts._swiglu_gradients(of_inner, fused),
+            lambda whole: fp8_experts._swiglu_gradients(of_inner.cpu().double(), whole)[0],
+        ),
+    ):
+        exact = double(fused.cpu().double()).to(device)
+        different += [max(0.0, error(found[0], exact) - 3e-3)]
+        different += [differs(a, b) for a, b in zip(found[1], fp8_experts.quantise_long(found[0]), strict=True)]
+    right = max(different) < 1e-6
+    show(check="rows in 16 bits and fp8", shape=[tokens, top_k, count, hidden, width], different=different, right=right)
+
+
+def time_layer(device: torch.device, sequences: int, folder: Path | None) -> None:
+    """A whole MoE layer forward and backward, router and permutations included."""
+    model = build_run({"model": "qwen3-30b-a3b"}, ["model.layers=1"]).model
+    layer = MoE(model).to(device, torch.bfloat16)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    x = torch.randn(sequences, 4096, HIDDEN, device=device, dtype=torch.bfloat16).requires_grad_()
+    gradient = torch.randn_like(x)
+    positions = Positions(torch.arange(4096, device=device).unsqueeze(0), None, None)
+
+    def step() -> None:
+        layer(x, positions).backward(gradient)
+        x.grad = None
+        layer.zero_grad()
+
+    found, profiles = {}, {}
+
+    def measure(name: str) -> None:
+        found.setdefault(name, []).append(round(1e3 * seconds(step, 5), 3))
+        if folder is not None and name not in profiles:
+            profiles[name] = kernels(step)
+
+    for _ in range(2):
+        layer.experts.whole = None
+        measure("bf16")
+        fp8_experts.multiply_experts_in_fp8(layer.experts, Deferral())
+        measure("fp8")
+        layer.takes_rounded = lambda: False  # type: ignore[method-assign]
+        measure("fp8, rows rounded apart")
+        del layer.takes_rounded
+        layer.experts.matmul = grouped_matmul
+    show(time="layer of experts, forward and backward", tokens=sequences * 4096, milliseconds=found)
+    if folder is not None:
+        (folder / f"layer_{sequences}.json").write_text(json.dumps(profiles, indent=1))
+
+
+def kernels(step: Callable[[], None], times: int = 3) -> list[tuple[str, float, int]]:
+    """(name, milliseconds, calls) of each in a step, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(times):
+            step()
+        torch.cuda.synchronize()
+    rows = [
+        (event.key[:140], round(event.self_device_time_total / 1e3 / times, 4), event.count // times)
+        for event in profile.key_averages()
+    ]
+    return sorted(rows, key=lambda row: -row[1])
+
+
 def time_linear(device: torch.device, tokens: int, inputs: int, outputs: int) -> None:
     x, weight, gradient = (numbers(*size, device) for size in ((tokens, inputs), (outputs, inputs), (tokens, outputs)))
     work = 2e-12 * tokens * inputs * outputs
@@ -255,6 +346,8 @@ def time_experts(device: torch.device, rows: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="only small shapes, and no times")
+    parser.add_argument("--experts", action="store_true", help="only of experts")
+    parser.add_argument("--folder", type=Path, help="for the times of every kernel of a layer of experts")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
@@ -263,7 +356,16 @@ def main() -> None:
     for odd in ODD:
         tried(f"matmul {odd}", lambda: check_matmul(device, *odd))  # noqa: B023
     tried("experts", lambda: check_experts(device, 8, 256, 192, 1024))
+    if device.type == "cuda":
+        for case in ((64, 2, 8, 256, 192), (1024, 8, 128, 2048, 768), (100, 3, 5, 96, 80), (300, 4, 16, 5120, 1536)):
+            tried("rows of experts", lambda: check_rounding_experts(device, *case))  # noqa: B023
     if options.small or device.type != "cuda":
+        return
+    if options.experts:
+        for sequences in (4, 8, 16):
+            tried("time of a layer", lambda: time_layer(device, sequences, options.folder))  # noqa: B023
+        for rows in (65536, 262144):
+            tried("time of experts", lambda: time_experts(device, rows))  # noqa: B023
         return
     tried("matmul", lambda: check_matmul(device, 8192, 4096, 14336))
     tried("rounding", lambda: check_rounding(device, [(8192, 4096)]))

@@ -117,3 +117,107 @@ def quantise_long_columns(  # type: ignore[no-untyped-def]
             rounded = (tile.to(tl.float32) * inverse[None, :]).to(tl.float8e4nv)
             place = written + column[:, None] * length + row[None, :]
             tl.store(place, tl.trans(rounded), mask=held[:, None] & (row < rows)[None, :])
+
+
+# Of experts: what makes rows in 16 bits makes them in fp8 too. A row has one scale, and BLOCK holds all of it.
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def permute_rounded(  # type: ignore[no-untyped-def]
+    source, home, rows, values, scales, columns, count, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program a token, whose row goes to each of its places. One at `count` or behind was dropped."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    x = tl.load(source + token * columns + column, mask=inside, other=0.0)
+    scale, inverse = power_of_two(tl.max(tl.abs(x.to(tl.float32)), 0))
+    rounded = (x.to(tl.float32) * inverse).to(tl.float8e4nv)
+    for choice in tl.static_range(TOP_K):
+        place = tl.load(home + token * TOP_K + choice)
+        kept = place < count
+        tl.store(rows + place * columns + column, x, mask=inside & kept)
+        tl.store(values + place * columns + column, rounded, mask=inside & kept)
+        tl.store(scales + place, scale, mask=kept)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def combine_gradients_rounded(  # type: ignore[no-untyped-def]
+    gradient,
+    rows,
+    home,
+    weights,
+    row_gradient,
+    weight_gradient,
+    values,
+    scales,
+    columns,
+    count,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """As `triton_kernels.combine_gradients`; one program a token."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    g = tl.load(gradient + token * columns + column, mask=inside, other=0.0).to(tl.float32)
+    peak = tl.max(tl.abs(g), 0)
+    kind = row_gradient.dtype.element_ty
+    for choice in tl.static_range(TOP_K):
+        place = tl.load(home + token * TOP_K + choice)
+        kept = place < count
+        weight = tl.load(weights + token * TOP_K + choice).to(tl.float32)
+        row = tl.load(rows + place * columns + column, mask=inside & kept, other=0.0).to(tl.float32)
+        found = tl.sum(g * row, 0)
+        tl.store(weight_gradient + token * TOP_K + choice, found.to(weight_gradient.dtype.element_ty))
+        scaled = (g * weight).to(kind)
+        # Rounding keeps order, so the largest is still the largest.
+        scale, inverse = power_of_two((peak * tl.abs(weight)).to(kind).to(tl.float32))
+        tl.store(row_gradient + place * columns + column, scaled, mask=inside & kept)
+        rounded = (scaled.to(tl.float32) * inverse).to(tl.float8e4nv)
+        tl.store(values + place * columns + column, rounded, mask=inside & kept)
+        tl.store(scales + place, scale, mask=kept)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def swiglu_rounded(  # type: ignore[no-untyped-def]
+    fused, result, values, scales, rows, width, TALL: tl.constexpr, BLOCK: tl.constexpr
+):
+    """`fused`: rows of gates and then ups, `width` each. One program TALL rows."""
+    row = tl.program_id(0) * TALL + tl.arange(0, TALL)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    place = row.to(tl.int64)[:, None] * width + column[None, :]
+    read = fused + row.to(tl.int64)[:, None] * (2 * width) + column[None, :]
+    g = tl.load(read, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(read + width, mask=inside, other=0.0).to(tl.float32)
+    y = (g / (1.0 + tl.exp(-g)) * u).to(result.dtype.element_ty)
+    scale, inverse = power_of_two(tl.max(tl.abs(y.to(tl.float32)), 1))
+    tl.store(result + place, y, mask=inside)
+    tl.store(values + place, (y.to(tl.float32) * inverse[:, None]).to(tl.float8e4nv), mask=inside)
+    tl.store(scales + row, scale, mask=row < rows)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def swiglu_gradients_rounded(  # type: ignore[no-untyped-def]
+    gradient, fused, result, values, scales, rows, width, TALL: tl.constexpr, BLOCK: tl.constexpr
+):
+    """`fused`, `result` and `values` as in `swiglu_rounded`: a row has one scale for both halves."""
+    row = tl.program_id(0) * TALL + tl.arange(0, TALL)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    place = row.to(tl.int64)[:, None] * (2 * width) + column[None, :]
+    d = tl.load(gradient + row.to(tl.int64)[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(fused + place, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(fused + place + width, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-g))
+    kind = result.dtype.element_ty
+    left = (d * u * sigmoid * (1.0 + g * (1.0 - sigmoid))).to(kind)
+    right = (d * g * sigmoid).to(kind)
+    largest = tl.maximum(tl.abs(left.to(tl.float32)), tl.abs(right.to(tl.float32)))
+    scale, inverse = power_of_two(tl.max(largest, 1))
+    tl.store(result + place, left, mask=inside)
+    tl.store(result + place + width, right, mask=inside)
+    tl.store(values + place, (left.to(tl.float32) * inverse[:, None]).to(tl.float8e4nv), mask=inside)
+    tl.store(values + place + width, (right.to(tl.float32) * inverse[:, None]).to(tl.float8e4nv), mask=inside)
+    tl.store(scales + row, scale, mask=row < rows)

@@ -2,8 +2,9 @@
 and for each row that is multiplied of each expert's weight. Weight gradients stay in 16 bits: what they sum over are
 an expert's tokens, a number that no kernel's blocks divide, and cutting them to size costs what 8 bits save.
 
-Gate and up are one matmul: their weights are written anew in any case, so they are written side by side, and their
-input and the gradient of their results are rounded once.
+Where rows come in 16 bits and in 8, one kernel makes both, because the other way is a pass over memory more: the one
+that permutes rows, SwiGLU, its gradient, and the gradient of the combination. Gate and up are one matmul: their weights
+are written anew in any case, so they are written side by side.
 
 Experts are not compiled, so kernels of our own quantise on a GPU. A CPU multiplies the same rounded numbers in
 float32."""
@@ -17,76 +18,126 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from cuboid.model.fp8_block import VALUES, exponents_of
-from cuboid.model.moe import Experts, grouped_matmul, grouped_outer, lie_side_by_side, takes_one_kernel
+from cuboid.model.moe import Experts, grouped_matmul, grouped_outer, swiglu
+from cuboid.model.router import LONGEST, Quantised, take_rounded
 from cuboid.model.split_backward import Deferral, accumulate, deferrable_grouped_matmul
 
 TALL, WIDE = 128, 64
 """Rows and columns that a program transposes at a time."""
-LONGEST = 16384
-"""A row that one program of the kernel holds."""
-
-Quantised = tuple[Tensor, Tensor]
-"""Values, and scales of rows, which are the last dimension."""
 
 
 def multiply_experts_in_fp8(experts: Experts, deferral: Deferral) -> None:
-    def gate_and_up(x: Tensor, gate: Tensor, up: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        both: tuple[Tensor, Tensor] = _GateAndUp.apply(x, gate, up, counts, deferral)
-        return both
-
     experts.matmul = deferrable_grouped_matmul(deferral, fp8_grouped_matmul)
-    experts.gate_and_up = gate_and_up
+    if experts.swiglu is not swiglu or experts.gate is None or experts.up_bias is not None:
+        return
+
+    def whole(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
+        y: Tensor = _SwigluExperts.apply(x, gate, up, down, counts, deferral)
+        return y
+
+    experts.whole = whole
 
 
 def fp8_grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """As `moe.grouped_matmul`."""
-    return _multiply(x, quantise_long(weight), counts)
+    return _multiply(quantise_long(x), quantise_long(weight), counts, x.dtype)
 
 
-class _GateAndUp(torch.autograd.Function):
+class _SwigluExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, x: Tensor, gate: Tensor, up: Tensor, counts: Tensor, deferral: Deferral
-    ) -> tuple[Tensor, ...]:
-        context.save_for_backward(x, counts)
-        context.weights, context.deferral = (gate, up), deferral
-        return _multiply(x, quantise_pair(gate, up), counts).chunk(2, dim=1)
+        context: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, counts: Tensor, deferral: Deferral
+    ) -> Tensor:
+        fused = _multiply(_rounded(x), quantise_pair(gate, up), counts, x.dtype)
+        inner, rounded = _swiglu(fused)
+        context.save_for_backward(x, fused, inner, counts)
+        context.weights, context.deferral = (gate, up, down), deferral
+        return _multiply(rounded, quantise_long(down), counts, x.dtype)
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, counts = context.saved_tensors
-        weights, deferral = context.weights, context.deferral
-        left, right = gradients
-        if lie_side_by_side(left, right):
-            both = left.as_strided((left.shape[0], 2 * left.shape[1]), (left.stride(0), 1))
-        else:
-            both = torch.cat(gradients, dim=1)
-        input_gradient = _multiply(both, quantise_pair(*(weight.transpose(1, 2) for weight in weights)), counts)
-        halves = both.chunk(2, dim=1)
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, fused, inner, counts = context.saved_tensors
+        (gate, up, down), deferral = context.weights, context.deferral
+        rounded = _rounded(gradient)
+        gradient = gradient.contiguous()
+        of_inner = _multiply(rounded, quantise_long(down.transpose(1, 2)), counts, x.dtype)
+        both, rounded = _swiglu_gradients(of_inner, fused)
+        pair = quantise_pair(gate.transpose(1, 2), up.transpose(1, 2))
+        input_gradient = _multiply(rounded, pair, counts, x.dtype)
+        left, right = both.chunk(2, dim=1)
+        factors = ((gate, left, x), (up, right, x), (down, gradient, inner))
         if not deferral.active:
-            return input_gradient, *(grouped_outer(half, x, counts) for half in halves), None, None
+            return input_gradient, *(grouped_outer(y, rows, counts) for _, y, rows in factors), None, None
 
         def later() -> None:
-            for weight, half in zip(weights, halves, strict=True):
-                accumulate(weight, grouped_outer(half, x, counts))
+            for weight, y, rows in factors:
+                accumulate(weight, grouped_outer(y, rows, counts))
 
         deferral.postpone(later)
-        return input_gradient, None, None, None, None
+        return input_gradient, None, None, None, None, None
 
 
-def _multiply(x: Tensor, weight: Quantised, counts: Tensor) -> Tensor:
-    values, scales = quantise_long(x)
-    weights, weight_scales = weight
-    if takes_one_kernel(x, weights.shape[1]):
+def _rounded(rows: Tensor) -> Quantised:
+    return take_rounded(rows) or quantise_long(rows)
+
+
+def _swiglu(fused: Tensor) -> tuple[Tensor, Quantised]:
+    """Of gate and up side by side; in 16 bits, and rounded."""
+    if not _has_kernels(fused):
+        inner = swiglu(*fused.chunk(2, dim=1))
+        return inner, quantise_long(inner)
+    from cuboid.kernels import triton_fp8
+
+    rows, width = fused.shape[0], fused.shape[1] // 2
+    inner = fused.new_empty(rows, width)
+    values, scales = _room_for(inner.shape, inner.device)
+    if fused.numel():
+        tall, block = _tile(width)
+        triton_fp8.swiglu_rounded[(-(-rows // tall),)](
+            fused, inner, values, scales, rows, width, TALL=tall, BLOCK=block
+        )
+    return inner, (values, scales)
+
+
+def _swiglu_gradients(gradient: Tensor, fused: Tensor) -> tuple[Tensor, Quantised]:
+    """Of gate and up side by side; in 16 bits, and rounded."""
+    if not _has_kernels(fused):
+        with torch.enable_grad():
+            halves = [half.detach().requires_grad_() for half in fused.chunk(2, dim=1)]
+            gradients = torch.autograd.grad(swiglu(*halves), halves, gradient)
+        both = torch.cat(gradients, dim=1)
+        return both, quantise_long(both)
+    from cuboid.kernels import triton_fp8
+
+    rows, width = fused.shape[0], fused.shape[1] // 2
+    both = torch.empty_like(fused)
+    values, scales = _room_for(both.shape, both.device)
+    if fused.numel():
+        tall, block = _tile(width)
+        triton_fp8.swiglu_gradients_rounded[(-(-rows // tall),)](
+            gradient.contiguous(), fused, both, values, scales, rows, width, TALL=tall, BLOCK=block
+        )
+    return both, (values, scales)
+
+
+def _tile(width: int) -> tuple[int, int]:
+    """Rows of a program, and columns, which are all."""
+    block = 1 << (width - 1).bit_length()
+    return max(1, 4096 // block), block
+
+
+def _multiply(rows: Quantised, weight: Quantised, counts: Tensor, dtype: torch.dtype) -> Tensor:
+    (values, scales), (weights, weight_scales) = rows, weight
+    if values.is_cuda and dtype == torch.bfloat16 and not (values.shape[1] % 16 or weights.shape[1] % 16):
         by_row = functional.ScalingType.RowWise
         offsets = counts.cumsum(0, dtype=torch.int32)
         factors = (values, weights.transpose(1, 2), scales, by_row, weight_scales, by_row)
         # Sums within the multipliers: without them the kernel is slower than in 16 bits, 1.24 for 0.62 ms on an H200.
-        more = {"offs": offsets, "output_dtype": x.dtype, "use_fast_accum": True}
+        more = {"offs": offsets, "output_dtype": dtype, "use_fast_accum": True}
         y: Tensor = functional.scaled_grouped_mm(*factors, **more)  # type: ignore[attr-defined,unused-ignore]
         return y
     exact = grouped_matmul(values.float() * scales.unsqueeze(-1), weights.float() * weight_scales.unsqueeze(-1), counts)
-    return exact.to(x.dtype)
+    return exact.to(dtype)
 
 
 def quantise_long(x: Tensor) -> Quantised:

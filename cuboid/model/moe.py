@@ -22,8 +22,8 @@ from cuboid.spec.model import ModelSpec
 from cuboid.spec.sharding import EXPERT, Split
 
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
-PairMatmul = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(rows, two weights, counts) -> what each gives."""
+WholeExperts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(rows, gate, up, down, counts) -> rows"""
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -137,20 +137,19 @@ class Experts(nn.Module):
         self.up_bias = nn.Parameter(torch.empty(experts, width)) if biased else None
         self.down_bias = nn.Parameter(torch.empty(experts, model.hidden)) if biased else None
         self.matmul: GroupedMatmul = grouped_matmul
-        self.gate_and_up: PairMatmul | None = None
-        """Both matmuls as one, where that is worth it."""
+        self.whole: WholeExperts | None = None
+        """All of it in fp8, which takes rows that are rounded already."""
         self.swiglu: Gating = swiglu if model.activation == "swiglu" else GATINGS.get(model.activation, swiglu)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x: rows in the order of experts, `counts` of each."""
+        if self.whole is not None and self.gate is not None:
+            return self.whole(x, self.gate, self.up, self.down, counts)
         if self.gate is None:
             up = add_biases(self.matmul(x, self.up, counts), self.up_bias, counts)
             inner = functional.gelu(up, approximate="tanh")
         else:
-            if self.gate_and_up is None:
-                up, gate = self.matmul(x, self.up, counts), self.matmul(x, self.gate, counts)
-            else:
-                gate, up = self.gate_and_up(x, self.gate, self.up, counts)
+            up, gate = self.matmul(x, self.up, counts), self.matmul(x, self.gate, counts)
             gate, up = add_biases(gate, self.gate_bias, counts), add_biases(up, self.up_bias, counts)
             inner = self.swiglu(gate, up)
         return add_biases(self.matmul(inner, self.down, counts), self.down_bias, counts)
@@ -209,6 +208,10 @@ class RoutedExperts(nn.Module):
         """rows: in the order of the experts held here, `counts` of each."""
         raise NotImplementedError
 
+    def takes_rounded(self) -> bool:
+        """Rows that are in fp8 already."""
+        return False
+
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:
         """x: (sequences, length, hidden)"""
@@ -220,11 +223,12 @@ class RoutedExperts(nn.Module):
         routing = self.route(mine, tokens)
         permutation = permutation_of(routing, self.count)
         journey = self.depart(permutation.counts)
-        journey.leave(permutation.permute(mine))
+        rounds = self.takes_rounded() and isinstance(journey, LocalDispatch)
+        journey.leave(permutation.permute(mine, rounds))
         beside = None if shared is None else keep_matmuls(shared)
         rows, counts = journey.arrive()
         rows = journey.go_back(keep_matmuls(partial(self.compute, rows, counts)))
-        result = self.put_together(permutation.unpermute(rows, routing.weights))
+        result = self.put_together(permutation.unpermute(rows, routing.weights, rounds))
         return result if beside is None else result + beside
 
 
@@ -243,6 +247,9 @@ class MoE(RoutedExperts):
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         return self.experts(rows, counts)
+
+    def takes_rounded(self) -> bool:
+        return self.experts.whole is not None
 
     @uncompiled
     def forward(self, x: Tensor, positions: Positions) -> Tensor:  # type: ignore[override]

@@ -114,6 +114,60 @@ def _already_whole(chosen: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
     return chosen.unflatten(0, (-1, tokens.length)), torch.arange(chosen.shape[0], device=chosen.device)
 
 
+Quantised = tuple[Tensor, Tensor]
+"""Values in fp8, and scales of rows, which are the last dimension."""
+LONGEST = 16384
+"""A row that one program of a kernel holds."""
+
+
+def keep_rounded(rows: Tensor, rounded: Quantised) -> Tensor:
+    """`rows`, made together with what they are in fp8. On the tensor, because autograd hands on nothing else."""
+    rows.rounded = rounded  # type: ignore[attr-defined]
+    return rows
+
+
+def take_rounded(rows: Tensor) -> Quantised | None:
+    """Once: the rows themselves may be kept for longer."""
+    found: Quantised | None = rows.__dict__.pop("rounded", None)
+    return found
+
+
+def _room_for_rounded(rows: Tensor) -> Quantised:
+    values = rows.new_empty(rows.shape, dtype=torch.float8_e4m3fn)
+    return values, rows.new_empty(rows.shape[0], dtype=torch.float32)
+
+
+class _PermuteRounded(torch.autograd.Function):
+    """As `_Permute`, in 16 bits and in fp8."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, home: Tensor) -> tuple[Tensor, ...]:
+        from cuboid.kernels.triton_fp8 import permute_rounded
+
+        context.save_for_backward(home)
+        x = x.contiguous()
+        tokens, hidden = x.shape
+        rows = x.new_empty(home.numel(), hidden)
+        values, scales = _room_for_rounded(rows)
+        if tokens:
+            permute_rounded[(tokens,)](
+                x, home, rows, values, scales, hidden, home.numel(), TOP_K=home.shape[1], **_whole_rows(hidden)
+            )
+        context.mark_non_differentiable(values, scales)
+        context.set_materialize_grads(False)
+        return rows, values, scales
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor | None, *_: Any) -> tuple[Tensor | None, None]:
+        (home,) = context.saved_tensors
+        return None if gradient is None else _combined(gradient, home, None), None
+
+
+def _whole_rows(width: int) -> dict[str, int]:
+    block = 1 << (width - 1).bit_length()
+    return {"BLOCK": block, "num_warps": 4 if block <= 4096 else 8}
+
+
 class _Permute(torch.autograd.Function):
     """Each token once for each of its experts, in the order of experts. The gradient comes home by a gather and a sum
     over a token's experts, which is deterministic where adding at an index is not."""
@@ -170,6 +224,10 @@ def fuses(x: Tensor) -> bool:
     return x.is_cuda and x.element_size() == 2
 
 
+def _rounds(x: Tensor) -> bool:
+    return fuses(x) and x.shape[1] <= LONGEST
+
+
 COMBINE_BLOCK = 2048
 
 
@@ -192,20 +250,32 @@ class _Combine(torch.autograd.Function):
     """The weighted sum over each token's experts, without the (tokens, top_k, hidden) tensor in between."""
 
     @staticmethod
-    def forward(context: Any, rows: Tensor, weights: Tensor, home: Tensor) -> Tensor:
+    def forward(context: Any, rows: Tensor, weights: Tensor, home: Tensor, rounds: bool) -> Tensor:
         weights = weights.contiguous()
         context.save_for_backward(rows, weights, home)
+        context.rounds = rounds
         return _combined(rows, home, weights)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weights, home = context.saved_tensors
+        rows, gradient = rows.contiguous(), gradient.contiguous()
+        row_gradient, weight_gradient = torch.empty_like(rows), torch.empty_like(weights)
+        if context.rounds:
+            from cuboid.kernels.triton_fp8 import combine_gradients_rounded
+
+            values, scales = _room_for_rounded(rows)
+            hidden, (tokens, top_k) = rows.shape[1], home.shape
+            made = (row_gradient, weight_gradient, values, scales)
+            if tokens:
+                combine_gradients_rounded[(tokens,)](
+                    gradient, rows, home, weights, *made, hidden, len(rows), TOP_K=top_k, **_whole_rows(hidden)
+                )
+            return keep_rounded(row_gradient, (values, scales)), weight_gradient, None, None
         from cuboid.kernels.triton_kernels import combine_gradients
 
-        rows, weights, home = context.saved_tensors
-        rows = rows.contiguous()
-        row_gradient, weight_gradient = torch.empty_like(rows), torch.empty_like(weights)
         combine_gradients[(home.numel(),)](
-            gradient.contiguous(),
+            gradient,
             rows,
             home,
             weights,
@@ -216,7 +286,7 @@ class _Combine(torch.autograd.Function):
             TOP_K=home.shape[1],
             BLOCK=COMBINE_BLOCK,
         )
-        return row_gradient, weight_gradient, None
+        return row_gradient, weight_gradient, None, None
 
 
 @dataclass(frozen=True)
@@ -232,13 +302,17 @@ class Permutation:
     counts: Tensor
     """(experts): rows of each."""
 
-    def permute(self, x: Tensor) -> Tensor:
+    def permute(self, x: Tensor, rounds: bool = False) -> Tensor:
+        """`rounds`: experts multiply in fp8, and nothing lies between."""
+        if rounds and _rounds(x):
+            rows, *rounded = _PermuteRounded.apply(x, self.home)
+            return keep_rounded(rows, tuple(rounded))
         return _Permute.apply(x, self.order, self.home)
 
-    def unpermute(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum over each token's experts."""
+    def unpermute(self, rows: Tensor, weights: Tensor, rounds: bool = False) -> Tensor:
+        """The weighted sum over each token's experts. `rounds`: as in `permute`, of the gradient."""
         if fuses(rows):
-            return _Combine.apply(rows, weights, self.home)
+            return _Combine.apply(rows, weights, self.home, rounds and _rounds(rows))
         returned = _Unpermute.apply(rows, self.order, self.home)
         return torch.bmm(weights.to(rows.dtype).unsqueeze(1), returned).squeeze(1)
 
