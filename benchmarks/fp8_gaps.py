@@ -31,7 +31,10 @@ from cuboid.data.source import make_source
 from cuboid.model import fp8
 from cuboid.model.batch import MicroBatch
 from cuboid.model.feed_forward import FeedForward
+from cuboid.model.fp8_experts import multiply_experts_in_fp8
 from cuboid.model.linear import Linear
+from cuboid.model.moe import Experts, grouped_matmul
+from cuboid.model.split_backward import Deferral
 from cuboid.model.transformer import Transformer
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
@@ -39,7 +42,8 @@ from cuboid.training.learning_rate import learning_rate
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import start_step
 
-SCALINGS = ("tensor", "tensor, exact sums", "row", "block")
+SCALINGS = ("tensor", "tensor, exact sums", "row", "block", "block, experts")
+"""The last of a mixture alone."""
 
 
 def trained(run: Run, device: torch.device) -> dict[str, Tensor]:
@@ -58,12 +62,17 @@ class Measured:
             self.model = Transformer(run.model).to(torch.bfloat16)
         self.model.load_state_dict(weights)
         self.linears = [child for child in self.model.layers.modules() if isinstance(child, Linear)]
+        self.experts = [child for child in self.model.layers.modules() if isinstance(child, Experts)]
         self.plain = [linear.matmul for linear in self.linears]
 
     def use(self, scaling: str | None) -> None:
         for linear, plain in zip(self.linears, self.plain, strict=True):
             linear.matmul = plain if scaling is None else fp8.Fp8Matmul(scaling.partition(",")[0])  # type: ignore[arg-type]
-        fp8.multiply = EXACT if scaling and "," in scaling else MULTIPLY
+        fp8.multiply = EXACT if scaling == "tensor, exact sums" else MULTIPLY
+        for experts in self.experts:
+            experts.whole, experts.matmul = None, grouped_matmul
+            if scaling == "block, experts":
+                multiply_experts_in_fp8(experts, Deferral())
 
     @torch.no_grad()
     def losses(self, batches: list[MicroBatch]) -> list[float]:
@@ -72,10 +81,10 @@ class Measured:
     def gradients(self, batch: MicroBatch) -> list[Tensor]:
         self.model.zero_grad()
         (self.model.loss(batch.tokens, batch.labels) / batch.labels.numel()).backward()
-        return [linear.weight.grad for linear in self.linears if linear.weight.grad is not None]
+        return [each.grad for each in self.model.layers.parameters() if each.grad is not None]
 
     @torch.no_grad()
-    def spread(self, batch: MicroBatch) -> float:
+    def spread(self, batch: MicroBatch) -> float | None:
         """The largest over the layers of the largest number that goes into the last matmul beside the middle one."""
         found: list[float] = []
 
@@ -87,7 +96,7 @@ class Measured:
         self.model.hidden_states(batch.tokens)
         for hook in hooks:
             hook.remove()
-        return max(found)
+        return max(found, default=None)
 
     def feed_forwards(self) -> list[FeedForward]:
         return [child for child in self.model.layers.modules() if isinstance(child, FeedForward)]
@@ -108,7 +117,7 @@ def compare(model: Measured, batches: list[MicroBatch], with_gradients: bool) ->
     base = model.losses(batches)
     exact = model.gradients(batches[0]) if with_gradients else []
     found: dict[str, Any] = {"bf16": round(statistics.mean(base), 4), "largest beside middle": model.spread(batches[0])}
-    for scaling in SCALINGS:
+    for scaling in SCALINGS if model.experts else SCALINGS[:-1]:
         model.use(scaling)
         apart = [one - other for one, other in zip(model.losses(batches), base, strict=True)]
         doubt = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else float("nan")

@@ -81,7 +81,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 def differs(found: Tensor, expected: Tensor) -> float:
     """The fraction of numbers that are not the same."""
-    return float((found.float() != expected.float()).float().mean())
+    return float((found.cpu().float() != expected.cpu().float()).float().mean())
 
 
 def check_rounding(device: torch.device, shapes: list[tuple[int, int]]) -> None:
@@ -91,13 +91,15 @@ def check_rounding(device: torch.device, shapes: list[tuple[int, int]]) -> None:
         kernels = [*quantise_both(x), *quantise_weight(x, False), *quantise_weight(x, True)]
         plain = [*fp8_block._rows(x), *fp8_block._rows(x.t()), *fp8_block._squares(x), *fp8_block._squares(x.t())]
         w = numbers(2 * rows, columns, device).view(2, rows, columns)
-        for tensor in (x, w, w.transpose(1, 2)):
+        for tensor in (x, w):
             kernels += fp8_experts.quantise_long(tensor)
             exponents = fp8_block.exponents_of(tensor.abs().amax(-1))
             plain += [fp8_block._rounded(tensor, exponents.unsqueeze(-1)), torch.exp2(exponents.float())]
-        for pair, joint in (((w, w / 3), 1), ((w.transpose(1, 2), (w / 3).transpose(1, 2)), 2)):
-            kernels += fp8_experts.quantise_pair(*pair)
-            plain += fp8_experts.quantise_long(torch.cat(pair, joint))
+        kernels += fp8_experts.quantise_pair(w, w / 3)
+        plain += fp8_experts.quantise_long(torch.cat((w, w / 3), 1))
+        for weights in ((w,), (w, w / 3)):
+            kernels += fp8_experts.quantise_transposes(weights)
+            plain += fp8_experts.quantise_transposes(tuple(each.cpu() for each in weights))
         different = [differs(*pair) for pair in zip(kernels, plain, strict=True)]
         show(check="rounding", shape=[rows, columns], different=different, right=not any(different))
 
@@ -165,8 +167,8 @@ def check_rounding_experts(device: torch.device, tokens: int, top_k: int, count:
     made = []
     for rounds in (False, True):
         leaves = [y.detach().requires_grad_(), weights.detach().requires_grad_()]
-        context = here.unpermute(*leaves, rounds).grad_fn
-        row_gradient, weight_gradient, *_ = router._Combine.backward(context, gradient)
+        combined = here.unpermute(*leaves, rounds)
+        row_gradient, weight_gradient, *_ = router._Combine.backward(combined.grad_fn, gradient)
         in_fp8 = fp8_experts._rounded(row_gradient)
         made.append((weight_gradient * kept, row_gradient[:last], *(each[:last] for each in in_fp8)))
     different += [error(made[1][0], made[0][0])]
@@ -192,7 +194,7 @@ def time_layer(device: torch.device, sequences: int, folder: Path | None) -> Non
     layer = MoE(model).to(device, torch.bfloat16)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    x = torch.randn(sequences, 4096, HIDDEN, device=device, dtype=torch.bfloat16).requires_grad_()
+    x = torch.randn(sequences * 4096, HIDDEN, device=device, dtype=torch.bfloat16).requires_grad_()
     gradient = torch.randn_like(x)
     positions = Positions(torch.arange(4096, device=device).unsqueeze(0), None, None)
 
@@ -333,12 +335,22 @@ def time_experts(device: torch.device, rows: int) -> None:
         ),
         "rounding rows": seconds(lambda: fp8_experts.quantise_long(x)),
         "rounding weights": seconds(lambda: fp8_experts.quantise_long(weight)),
-        "rounding transposed weights": seconds(lambda: fp8_experts.quantise_long(transposed)),
         "rounding a pair of weights": seconds(lambda: fp8_experts.quantise_pair(gate, up)),
-        "rounding a pair of transposed weights": seconds(
-            lambda: fp8_experts.quantise_pair(gate.transpose(1, 2), up.transpose(1, 2))
-        ),
     }
+    scales, kept = fp8_experts.quantise_pair(gate, up)[1], (fp8_experts.TALL, fp8_experts.WIDE)
+    for tile in ((64, 64), (64, 128), (128, 64), (128, 128), (32, 128)):
+        fp8_experts.TALL, fp8_experts.WIDE = tile
+        found[f"rounding transposes, {tile}"] = seconds(lambda: fp8_experts.quantise_transposes((gate, up), scales))
+    fp8_experts.TALL, fp8_experts.WIDE = kept
+    inner, tile_of = numbers(rows, WIDTH, device, 3), fp8_experts._tile
+    for tall in (1, 2, 4, 8):
+        for warps in (4, 8):
+            fp8_experts._tile = lambda width: {"TALL": tall, "BLOCK": 1024, "num_warps": warps}  # noqa: B023
+            found[f"swiglu {tall} rows {warps} warps"] = seconds(lambda: fp8_experts._swiglu(gradient))
+            found[f"its gradient {tall} rows {warps} warps"] = seconds(
+                lambda: fp8_experts._swiglu_gradients(inner, gradient)
+            )
+    fp8_experts._tile = tile_of
     milliseconds = {name: round(1e3 * value, 3) for name, value in found.items()}
     show(time="experts", shape=[EXPERTS, HIDDEN, 2 * WIDTH, rows], milliseconds=milliseconds)
 

@@ -86,37 +86,20 @@ def quantise_long_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def quantise_long_columns(  # type: ignore[no-untyped-def]
-    source, below, transposed, scales, rows, columns, PARTS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr
+def quantise_transposes(  # type: ignore[no-untyped-def]
+    source, transposed, largest, rows, columns, length, first, TALL: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Of matrices one behind the other: the transpose of each, with a scale for each of its rows. PARTS = 2: each is
-    one of `source` with one of `below` under it. A program takes WIDE columns of one, twice: the second time they come
-    from the cache."""
-    matrix = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
-    held = column < columns
-    first = matrix * rows * columns
-    peaks = tl.zeros((WIDE,), tl.float32)
-    for part in tl.static_range(PARTS):
-        read = (source if part == 0 else below) + first
-        for start in range(0, rows, TALL):
-            row = start + tl.arange(0, TALL)
-            inside = (row < rows)[:, None] & held[None, :]
-            tile = tl.load(read + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0)
-            peaks = tl.maximum(peaks, tl.max(tl.abs(tile.to(tl.float32)), 0))
-    scale, inverse = power_of_two(peaks)
-    tl.store(scales + matrix * columns + column, scale, mask=held)
-    length = rows * PARTS
-    for part in tl.static_range(PARTS):
-        read = (source if part == 0 else below) + first
-        written = transposed + first * PARTS + part * rows
-        for start in range(0, rows, TALL):
-            row = start + tl.arange(0, TALL)
-            inside = (row < rows)[:, None] & held[None, :]
-            tile = tl.load(read + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0)
-            rounded = (tile.to(tl.float32) * inverse[None, :]).to(tl.float8e4nv)
-            place = written + column[:, None] * length + row[None, :]
-            tl.store(place, tl.trans(rounded), mask=held[:, None] & (row < rows)[None, :])
+    """Of matrices one behind the other, each with one scale (`largest`): the transpose of each. Its rows begin at
+    column `first` of rows of `length`."""
+    matrix = tl.program_id(2).to(tl.int64)
+    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    row = tl.program_id(1) * TALL + tl.arange(0, TALL)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    read = source + matrix * rows * columns + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tile = tl.load(read, mask=inside, other=0.0).to(tl.float32)
+    rounded = (tile * (1.0 / tl.load(largest + matrix))).to(tl.float8e4nv)
+    place = transposed + matrix * columns * length + column.to(tl.int64)[:, None] * length + first + row[None, :]
+    tl.store(place, tl.trans(rounded), mask=(column < columns)[:, None] & (row < rows)[None, :])
 
 
 # Of experts: what makes rows in 16 bits makes them in fp8 too. A row has one scale, and BLOCK holds all of it.

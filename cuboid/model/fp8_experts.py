@@ -1,6 +1,7 @@
-"""Grouped matmuls of routed experts in fp8 (e4m3): forward and input gradient, with a scale for each row of the inputs
-and for each row that is multiplied of each expert's weight. Weight gradients stay in 16 bits: what they sum over are
-an expert's tokens, a number that no kernel's blocks divide, and cutting them to size costs what 8 bits save.
+"""Grouped matmuls of routed experts in fp8 (e4m3): forward and input gradient, with a scale for each row of the inputs,
+for each row of each expert's weight, and one for the weight's transpose. Weight gradients stay in 16 bits: what they
+sum over are an expert's tokens, a number that no kernel's blocks divide, and cutting them to size costs what 8 bits
+save.
 
 Where rows come in 16 bits and in 8, one kernel makes both, because the other way is a pass over memory more: the one
 that permutes rows, SwiGLU, its gradient, and the gradient of the combination. Gate and up are one matmul: their weights
@@ -22,7 +23,7 @@ from cuboid.model.moe import Experts, grouped_matmul, grouped_outer, swiglu
 from cuboid.model.router import LONGEST, Quantised, take_rounded
 from cuboid.model.split_backward import Deferral, accumulate, deferrable_grouped_matmul
 
-TALL, WIDE = 128, 64
+TALL, WIDE = 64, 128
 """Rows and columns that a program transposes at a time."""
 
 
@@ -39,8 +40,12 @@ def multiply_experts_in_fp8(experts: Experts, deferral: Deferral) -> None:
 
 
 def fp8_grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """As `moe.grouped_matmul`."""
-    return _multiply(quantise_long(x), quantise_long(weight), counts, x.dtype)
+    """As `moe.grouped_matmul`. The weight may be seen as its transpose."""
+    if not weight.is_contiguous() and weight.transpose(1, 2).is_contiguous():
+        rounded = quantise_transposes((weight.transpose(1, 2),))
+    else:
+        rounded = quantise_long(weight)
+    return _multiply(quantise_long(x), rounded, counts, x.dtype)
 
 
 class _SwigluExperts(torch.autograd.Function):
@@ -48,22 +53,23 @@ class _SwigluExperts(torch.autograd.Function):
     def forward(
         context: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, counts: Tensor, deferral: Deferral
     ) -> Tensor:
-        fused = _multiply(_rounded(x), quantise_pair(gate, up), counts, x.dtype)
+        pair = quantise_pair(gate, up)
+        fused = _multiply(_rounded(x), pair, counts, x.dtype)
         inner, rounded = _swiglu(fused)
-        context.save_for_backward(x, fused, inner, counts)
+        last = quantise_long(down)
+        context.save_for_backward(x, fused, inner, counts, pair[1], last[1])
         context.weights, context.deferral = (gate, up, down), deferral
-        return _multiply(rounded, quantise_long(down), counts, x.dtype)
+        return _multiply(rounded, last, counts, x.dtype)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, fused, inner, counts = context.saved_tensors
+        x, fused, inner, counts, pair_scales, last_scales = context.saved_tensors
         (gate, up, down), deferral = context.weights, context.deferral
         rounded = _rounded(gradient)
         gradient = gradient.contiguous()
-        of_inner = _multiply(rounded, quantise_long(down.transpose(1, 2)), counts, x.dtype)
+        of_inner = _multiply(rounded, quantise_transposes((down,), last_scales), counts, x.dtype)
         both, rounded = _swiglu_gradients(of_inner, fused)
-        pair = quantise_pair(gate.transpose(1, 2), up.transpose(1, 2))
-        input_gradient = _multiply(rounded, pair, counts, x.dtype)
+        input_gradient = _multiply(rounded, quantise_transposes((gate, up), pair_scales), counts, x.dtype)
         left, right = both.chunk(2, dim=1)
         factors = ((gate, left, x), (up, right, x), (down, gradient, inner))
         if not deferral.active:
@@ -92,10 +98,8 @@ def _swiglu(fused: Tensor) -> tuple[Tensor, Quantised]:
     inner = fused.new_empty(rows, width)
     values, scales = _room_for(inner.shape, inner.device)
     if fused.numel():
-        tall, block = _tile(width)
-        triton_fp8.swiglu_rounded[(-(-rows // tall),)](
-            fused, inner, values, scales, rows, width, TALL=tall, BLOCK=block
-        )
+        tile = _tile(width)
+        triton_fp8.swiglu_rounded[(-(-rows // tile["TALL"]),)](fused, inner, values, scales, rows, width, **tile)
     return inner, (values, scales)
 
 
@@ -113,17 +117,17 @@ def _swiglu_gradients(gradient: Tensor, fused: Tensor) -> tuple[Tensor, Quantise
     both = torch.empty_like(fused)
     values, scales = _room_for(both.shape, both.device)
     if fused.numel():
-        tall, block = _tile(width)
-        triton_fp8.swiglu_gradients_rounded[(-(-rows // tall),)](
-            gradient.contiguous(), fused, both, values, scales, rows, width, TALL=tall, BLOCK=block
+        tile = _tile(width)
+        triton_fp8.swiglu_gradients_rounded[(-(-rows // tile["TALL"]),)](
+            gradient.contiguous(), fused, both, values, scales, rows, width, **tile
         )
     return both, (values, scales)
 
 
-def _tile(width: int) -> tuple[int, int]:
+def _tile(width: int) -> dict[str, int]:
     """Rows of a program, and columns, which are all."""
     block = 1 << (width - 1).bit_length()
-    return max(1, 4096 // block), block
+    return {"TALL": max(1, 4096 // block), "BLOCK": block, "num_warps": 8}
 
 
 def _multiply(rows: Quantised, weight: Quantised, counts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -141,30 +145,19 @@ def _multiply(rows: Quantised, weight: Quantised, counts: Tensor, dtype: torch.d
 
 
 def quantise_long(x: Tensor) -> Quantised:
-    """A weight of (experts, out, in) may be the transpose of one."""
-    transposed = x.dim() == 3 and _is_transposed(x)
+    """Rows, each with a scale. Those of a weight are (experts, out)."""
     if not _has_kernels(x):
         exponents = exponents_of(x.abs().amax(-1))
         return (x.float() * torch.exp2(-exponents.float()).unsqueeze(-1)).to(VALUES), torch.exp2(exponents.float())
-    x = x if transposed else x.contiguous()
     values, scales = _room_for(x.shape, x.device)
-    if x.numel() and transposed:
-        _quantise_columns(x, x, values, scales, parts=1)
-    elif x.numel():
-        _quantise_rows(x, values, scales, high=1, spread=1, first=0)
+    _quantise_rows(x.contiguous(), values, scales, high=1, spread=1, first=0)
     return values, scales
 
 
 def quantise_pair(gate: Tensor, up: Tensor) -> Quantised:
-    """Of two weights the one whose result is both results side by side: (experts, 2 out, in); or, if they are the
-    transposes of weights, the one whose result is the sum of both: (experts, out, 2 in)."""
-    joint = 2 if _is_transposed(gate) else 1
-    if not _has_kernels(gate) or not gate.numel():
-        return quantise_long(torch.cat([gate, up], dim=joint))
-    if joint == 2:
-        values, scales = _room_for((*gate.shape[:2], 2 * gate.shape[2]), gate.device)
-        _quantise_columns(gate, up, values, scales, parts=2)
-        return values, scales
+    """Of two weights the one whose result is both results side by side: (experts, 2 out, in)."""
+    if not _has_kernels(gate):
+        return quantise_long(torch.cat([gate, up], dim=1))
     experts, rows, width = gate.shape
     values, scales = _room_for((experts, 2 * rows, width), gate.device)
     for number, weight in enumerate((gate, up)):
@@ -172,12 +165,36 @@ def quantise_pair(gate: Tensor, up: Tensor) -> Quantised:
     return values, scales
 
 
+def quantise_transposes(weights: tuple[Tensor, ...], scales: Tensor | None = None) -> Quantised:
+    """Of one weight its transpose, (experts, in, out); of two the transpose of one above the other. Each expert has one
+    scale: the largest of `scales`, those of rows, so that no pass over memory looks for it. Numbers of 8 bits have an
+    exponent of their own, and lose nothing by a larger scale unless they are tens of thousands of times smaller than
+    the largest."""
+    if scales is None:
+        peaks = [torch.linalg.vector_norm(weight, torch.inf, dim=(1, 2)) for weight in weights]
+        scales = torch.exp2(exponents_of(torch.stack(peaks, dim=1)).float())
+    largest = scales.amax(1)
+    experts, rows, columns = weights[0].shape
+    length = rows * len(weights)
+    each = largest.unsqueeze(1).expand(experts, columns).contiguous()
+    if not _has_kernels(weights[0]):
+        whole = torch.cat(weights, dim=1).transpose(1, 2)
+        return (whole.float() / largest.view(-1, 1, 1)).to(VALUES).contiguous(), each
+    from cuboid.kernels import triton_fp8
+
+    values = torch.empty((experts, columns, length), dtype=VALUES, device=largest.device)
+    grid = (-(-columns // WIDE), -(-rows // TALL), experts)
+    for number, weight in enumerate(weights):
+        if weight.numel():
+            place = (rows, columns, length, number * rows)
+            triton_fp8.quantise_transposes[grid](
+                weight.contiguous(), values, largest, *place, TALL=TALL, WIDE=WIDE, num_warps=8
+            )
+    return values, each
+
+
 def _has_kernels(x: Tensor) -> bool:
     return x.is_cuda and x.shape[-1] <= LONGEST
-
-
-def _is_transposed(weight: Tensor) -> bool:
-    return not weight.is_contiguous() and weight.transpose(1, 2).is_contiguous()
 
 
 def _room_for(shape: tuple[int, ...], device: torch.device) -> Quantised:
@@ -188,19 +205,10 @@ def _room_for(shape: tuple[int, ...], device: torch.device) -> Quantised:
 def _quantise_rows(x: Tensor, values: Tensor, scales: Tensor, high: int, spread: int, first: int) -> None:
     from cuboid.kernels import triton_fp8
 
+    if not x.numel():
+        return
     width = x.shape[-1]
     block = 1 << (width - 1).bit_length()
     triton_fp8.quantise_long_rows[(x.numel() // width,)](
         x, values, scales, width, high, spread, first, BLOCK=block, num_warps=4 if block <= 4096 else 8
-    )
-
-
-def _quantise_columns(x: Tensor, below: Tensor, values: Tensor, scales: Tensor, parts: int) -> None:
-    """Of matrices that are seen as their transposes."""
-    from cuboid.kernels import triton_fp8
-
-    experts, columns, rows = x.shape
-    grid = (-(-columns // WIDE), experts)
-    triton_fp8.quantise_long_columns[grid](
-        x, below, values, scales, rows, columns, PARTS=parts, TALL=TALL, WIDE=WIDE, num_warps=8
     )

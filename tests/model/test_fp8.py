@@ -8,8 +8,15 @@ from torch import Tensor
 
 from cuboid.errors import UserError
 from cuboid.model.fp8 import Fp8Matmul, Scaling, multiply, quantise, quantise_columns, require_fp8
-from cuboid.model.fp8_experts import fp8_grouped_matmul, multiply_experts_in_fp8, quantise_long, quantise_pair
+from cuboid.model.fp8_experts import (
+    fp8_grouped_matmul,
+    multiply_experts_in_fp8,
+    quantise_long,
+    quantise_pair,
+    quantise_transposes,
+)
 from cuboid.model.moe import Experts, grouped_matmul
+from cuboid.model.router import keep_rounded, take_rounded
 from cuboid.model.split_backward import Deferral, deferrable_grouped_matmul
 from cuboid.spec.run import build_run
 
@@ -169,9 +176,45 @@ def test_gate_and_up_in_fp8_are_one_matmul_with_what_is_kept_of_two() -> None:
 
 def test_a_pair_of_weights_is_rounded_as_one_below_the_other() -> None:
     gate, up = (numbers(3 * 48, 32, seed).view(3, 48, 32) for seed in (0, 1))
-    for one, other, joint in ((gate, up, 1), (gate.transpose(1, 2), up.transpose(1, 2), 2)):
-        pair, whole = quantise_pair(one, other), quantise_long(torch.cat([one, other], joint))
-        assert all(torch.equal(a.float(), b.float()) for a, b in zip(pair, whole, strict=True))
+    both = torch.cat([gate, up], 1)
+    pair, whole = quantise_pair(gate, up), quantise_long(both)
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(pair, whole, strict=True))
+    # Transposed, an expert has one scale: the largest of its rows, whether they are known or not.
+    for scales in (None, pair[1]):
+        values, each = quantise_transposes((gate, up), scales)
+        assert values.shape == (3, 32, 96) and torch.equal(each, pair[1].amax(1, keepdim=True).expand(3, 32))
+        assert error(values.float() * each.unsqueeze(2), both.transpose(1, 2)) < 0.03
+
+
+def test_what_is_rounded_stays_with_its_rows_until_it_is_taken_once() -> None:
+    """Forward and backward: autograd hands on the tensors themselves, so nothing is rounded twice."""
+    x, other = numbers(4, 8).requires_grad_(), quantise_long(numbers(4, 8))
+    found = []
+
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(context: object, rows: torch.Tensor) -> torch.Tensor:
+            found.append(take_rounded(rows))
+            return rows * 2
+
+        @staticmethod
+        def backward(context: object, gradient: torch.Tensor) -> torch.Tensor:
+            found.append(take_rounded(gradient))
+            return gradient
+
+    class Makes(torch.autograd.Function):
+        @staticmethod
+        def forward(context: object, rows: torch.Tensor) -> torch.Tensor:
+            return keep_rounded(rows * 2, other)
+
+        @staticmethod
+        def backward(context: object, gradient: torch.Tensor) -> torch.Tensor:
+            return keep_rounded(gradient * 2, other)
+
+    made = Makes.apply(x)
+    Makes.apply(Reads.apply(made)).sum().backward()
+    assert all(each is other for each in found) and len(found) == 2
+    assert take_rounded(made) is None
 
 
 def test_what_asks_for_fp8_experts_in_vain_is_refused() -> None:
