@@ -122,7 +122,6 @@ PLAIN: dict[str, object] = {
     "sinks": False,
     "norms": "before",
     "unit_norms": False,
-    "rope_factor": 1.0,
     "window_rope_theta": 0.0,
     "embedding_scale": 1.0,
     "query_scale": 0.0,
@@ -203,15 +202,13 @@ FAMILIES: dict[str, WeightNames] = {
         latent=True,
         free=("prediction_layers",),
     ),
-    "mistral": WeightNames(
-        names=LLAMA_NAMES, fixed=LLAMA_LIKE | NO_BIASES | {"qk_norm": False}, free=("windows", "rope_factor")
-    ),
+    "mistral": WeightNames(names=LLAMA_NAMES, fixed=LLAMA_LIKE | NO_BIASES | {"qk_norm": False}, free=("windows",)),
     "gemma3_text": WeightNames(
         names=GEMMA_NAMES,
         fixed=LLAMA_LIKE
         | {"activation": "geglu", "norms": "both", "unit_norms": True, "qk_norm": True, "mlp_bias": False},
         one_bias_switch=True,
-        free=("windows", "rope_factor", "window_rope_theta", "query_scale", "embedding_scale"),
+        free=("windows", "window_rope_theta", "query_scale", "embedding_scale"),
     ),
     "olmo2": WeightNames(
         names=OLMO_NAMES,
@@ -222,14 +219,14 @@ FAMILIES: dict[str, WeightNames] = {
         names=OLMO_NAMES,
         fixed=LLAMA_LIKE | OLMO_LIKE,
         one_bias_switch=True,
-        free=("windows", "rope_factor", "window_rope_theta"),
+        free=("windows", "window_rope_theta"),
     ),
     "gpt_oss": WeightNames(
         names=GPT_OSS_NAMES,
         fixed=LLAMA_LIKE | {"activation": "clamped_swiglu", "sinks": True, "qk_norm": False, "mlp_bias": False},
         mixture=PLAIN_ROUTING | {"normalized": True, "biases": True},
         one_bias_switch=True,
-        free=("windows", "rope_factor"),
+        free=("windows",),
         stacks=True,
     ),
     "gpt2": WeightNames(
@@ -238,6 +235,7 @@ FAMILIES: dict[str, WeightNames] = {
             "norm": "layernorm",
             "positions": "learned",
             "activation": "gelu",
+            "rope_factor": 1.0,
             "qk_norm": False,
             "qkv_bias": True,
             "output_bias": True,

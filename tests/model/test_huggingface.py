@@ -94,6 +94,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama3-rope": ("llama", {"rope_scaling": LLAMA3_ROPE}),
     "llama3-rope-tied": ("llama", {"rope_scaling": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama-linear-rope": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {}),
