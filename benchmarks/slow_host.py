@@ -3,11 +3,15 @@ predicted; and a host that becomes slow during a run, with the supervisor's new 
 
     python benchmarks/slow_host.py [--cores 0.4 | --sleep 0.25] [--steps 60] [--during 220] [--layout dp=2] [--json]
 
-Hosts are network namespaces. Their CPU is a quota of cgroups, which holds once training has begun; where others use
-the cores, quotas are not reached, and --sleep makes each forward pass of a micro-batch sleep so long on the fast host,
-twice as long on the slow one. What is predicted is what `cuboid.resilience.rebalance` makes of the equal run's own
-measurements. Runs that are compared go side by side, so that whatever else a machine does slows both. Needs root,
-iproute2 and cgroups of version 1."""
+Hosts are network namespaces. Their CPU is a quota of cgroups, which holds once training has begun. A quota is the most
+that a host may have; so that it is also what it gets, however many others use the cores, hosts have large shares, and
+quotas of all of them together must stay below the cores there are. A rank has one thread: more would use up a quota in
+the first part of each period, and stand still in the rest. --sleep does without quotas: each forward pass of a
+micro-batch sleeps so long on the fast host, twice as long on the slow one.
+
+What is predicted follows from the equal run's own measurements, as in `cuboid.resilience.rebalance`; which layout that
+would choose is printed where it is another one. Runs that are compared go side by side, so that whatever else a machine
+does slows both. Needs root, iproute2 and cgroups of version 1."""
 
 from __future__ import annotations
 
@@ -32,11 +36,14 @@ from hosts import Hosts
 
 from cuboid.resilience.rebalance import Pace, balance
 from cuboid.spec.layout import Layout
-from cuboid.spec.run import build_run
+from cuboid.spec.partition import partition
+from cuboid.spec.run import Run, build_run
 
 GROUPS = Path("/sys/fs/cgroup/cpu")
-PERIOD = 50_000
-"""Microseconds: short beside a step."""
+PERIOD = 10_000
+"""Microseconds: short beside a micro-batch, so that a host that stands still for the rest of one holds nobody up."""
+SHARES = 200_000
+"""Beside 1,024 of any other process."""
 WARM = 3
 """Steps before quotas hold."""
 FIELDS = {
@@ -54,6 +61,7 @@ class Quota:
     def __init__(self, name: str) -> None:
         self.folder = GROUPS / f"cuboid-{os.getpid()}-{name}"
         self.folder.mkdir()
+        (self.folder / "cpu.shares").write_text(str(SHARES))
         (self.folder / "cpu.cfs_period_us").write_text(str(PERIOD))
 
     def limit(self, cores: float) -> None:
@@ -70,11 +78,15 @@ class Quota:
             time.sleep(0.1)
 
 
+def fields_of(options: argparse.Namespace) -> list[str]:
+    return [*(f"{name}={value}" for name, value in FIELDS.items()), *options.set]
+
+
 class Job:
     def __init__(self, options: argparse.Namespace, folder: Path, layout: str, steps: int, *more: str) -> None:
         self.folder, self._options = folder, options
         folder.mkdir()
-        fields = [f"{name}={value}" for name, value in FIELDS.items()]
+        fields = [*fields_of(options)]
         settings = [word for field in (*fields, f"training.steps={steps}", *more) for word in ("--set", field)]
         self._command = [sys.executable, "-m", "cuboid.cli.main", "train", "--model", options.model, "--layout", layout]
         self._command += settings
@@ -87,7 +99,11 @@ class Job:
             try:
                 sleeps = [f"slow rank={rank} at=forward seconds={self._options.sleep}" for rank in range(2)]
                 sleeps.append(f"slow rank=1 step={slow_at + 1} at=forward seconds={self._options.sleep}")
-                environment = {**os.environ, "CUBOID_FAULT": "; ".join(sleeps) if self._options.sleep else ""}
+                environment = {
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "CUBOID_FAULT": "; ".join(sleeps) if self._options.sleep else "",
+                }
                 started = [self._start(hosts, host, quotas[host], environment) for host in range(2)]
                 cores = self._options.cores
                 self._wait(lambda: len(self.rows()) >= WARM, started)
@@ -164,25 +180,41 @@ def side_by_side(jobs: Sequence[Job], slow_at: int = 0, late: bool = False) -> l
 def always(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     off = "resilience.rebalance=false"
     table = {"model": options.model, "layout": options.layout}
-    run = build_run(table, [f"{name}={value}" for name, value in FIELDS.items()])
+    run = build_run(table, fields_of(options))
     run = replace(run, training=replace(run.training, steps=100_000))
     layouts = {"equal": options.layout, "unequal": options.unequal}
     jobs = [Job(options, folder / name, layout, options.steps, off) for name, layout in layouts.items()]
     equal, unequal = (median(row["seconds"] for row in rows[2 * WARM :]) for rows in side_by_side(jobs))
     paces = jobs[0].paces()
-    predicted = balance(run, run.layout, 1, paces)
-    if predicted is None or str(predicted.layout) != str(Layout.parse(options.unequal)):
-        print(f"from {paces} {predicted and predicted.layout} is made, not {options.unequal}", file=sys.stderr)
+    chosen = balance(run, run.layout, 1, paces)
+    predicted = seconds_of(run, Layout.parse(options.unequal), list(paces.values()))
     return {
         "layout": layouts["unequal"],
         "equal_seconds": equal,
         "unequal_seconds": unequal,
         "times": equal / unequal,
-        "predicted_seconds": predicted.after if predicted else None,
-        "error": predicted.after / unequal - 1 if predicted else None,
+        "predicted_seconds": predicted,
+        "error": predicted / unequal - 1,
+        "chosen": str(chosen.layout) if chosen else None,
+        "chosen_seconds": chosen.after if chosen else None,
         "own_seconds": [pace.own for pace in paces.values()],
         "own_seconds_unequal": [pace.own for pace in jobs[1].paces().values()],
     }
+
+
+def seconds_of(run: Run, other: Layout, paces: Sequence[Pace]) -> float:
+    """Of a step of another layout, from what ranks need for themselves now: as `balance` says of the one it chooses."""
+    layout, own = run.layout, [pace.own for pace in paces]
+    waits = max(pace.whole for pace in paces) - max(own)
+    if layout.pp == 1:
+        parts = [other.weight_of(replica) * layout.dp / other.batch_parts for replica in range(layout.dp)]
+        return max(each * part for each, part in zip(own, parts, strict=True)) + waits
+    now, then = (
+        [len(part) for part in partition(run.model, layout.pp, run.training.sequence, each.layers)]
+        for each in (layout, other)
+    )
+    after = max(each * new / old for each, new, old in zip(own, then, now, strict=True))
+    return (max(own) + waits) * after / max(own)
 
 
 def during(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -206,6 +238,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny-llama")
     parser.add_argument("--layout", default="dp=2")
     parser.add_argument("--unequal", default="dp=2,batch_weights=2:1", help="what is compared with --layout")
+    parser.add_argument("--set", action="append", default=[], help="one more field of every run: model.layers=12")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument(
         "--during", type=int, default=220, help="steps of the runs with a host that becomes slow; 0: none"
@@ -226,6 +259,7 @@ def main() -> None:
                     f"{one['unequal_seconds']:.3f} s with {one['layout']} ({one['times']:.2f} times as fast)", end="; "
                 )
                 print(f"predicted {one['predicted_seconds']:.3f} s ({one['error']:+.1%})", flush=True)
+                print(f"the supervisor would take {one['chosen']}: {one['chosen_seconds']} s", flush=True)
         if options.during:
             told["during"] = during(options, Path(folder))
     if options.json:

@@ -53,7 +53,8 @@ def command(
     Example: cuboid explain plan.toml
     Example: cuboid explain llama3-70b h100x64 --layout dp=4,tp=8,pp=2 --global-batch 64 --seq 4096 --precision fp8
     """
-    if mixed := mixed_of(plan, cluster, layout):
+    options = {"global_batch": global_batch, "seq": seq, "precision": precision, "engine": engine, "island": island}
+    if mixed := mixed_of(plan, cluster, layout, **options):
         explain_mixed(mixed, as_json)
         return
     if islands := islands_of(plan, cluster, island):

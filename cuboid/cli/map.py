@@ -53,7 +53,7 @@ def command(
         plan, model, cluster = None, plan, place
     elif plan is not None and not plan.endswith(".toml"):
         raise UserError(f"{plan} is not a plan file; write cuboid map {plan} h100x64 --layout dp=8,tp=8")
-    if plan is not None and (mixed := mixed_of(plan, cluster, layout)):
+    if plan is not None and (mixed := mixed_of(plan, cluster, layout, model=model, nodes=nodes)):
         map_mixed(mixed, as_json)
         return
     loaded = load_plan(plan) if plan else None

@@ -104,6 +104,14 @@ def command(
         raise UserError(f"--one-job is for a cluster file with several groups; {cluster} has one")
     elif islands:
         raise UserError(f"--islands {islands} is for a cluster file with several groups; {cluster} has one")
+    if one_job:
+        asked = {"islands": islands, "sensitivity": sensitivity, "budget": budget, "deadline": deadline, "front": front}
+        asked |= {"objective": objective if objective != "time" else None, "top": top if top != 5 else None}
+        for name, value in asked.items():
+            if value not in (None, False):
+                raise UserError(
+                    f"{name}={value} is not for one job over several groups; leave --{name} or --one-job out"
+                )
     prices = _asks_for_prices(groups, objective, tokens, deadline, budget, front)
     place = groups.groups[0].cluster
     if purpose == "generate":

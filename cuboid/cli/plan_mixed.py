@@ -20,8 +20,9 @@ from cuboid.planning.mixed_file import (
     start_lines,
 )
 from cuboid.planning.mixed_search import mixed_job
+from cuboid.planning.picture import chrome_trace, svg
 from cuboid.planning.plan import GIB, amount
-from cuboid.readers import write_output
+from cuboid.readers import check_output, write_output
 from cuboid.schedule.simulate import draw
 from cuboid.schedule.table import uncollected
 from cuboid.spec.groups import Groups
@@ -176,6 +177,11 @@ def reasons(machines: Machines, job: MixedJob) -> list[str]:
             f"batch_weights={format_weights(layout.batch_weights)} gives replicas so many {what} beside one another: "
             f"they are done after {spans} s"
         )
+    if layout.shard_weights:
+        found.append(
+            f"shard_weights={format_weights(layout.shard_weights)} gives replicas so much of what ZeRO splits, by the "
+            "memory that their kinds have left"
+        )
     equal = equal_job(machines, job)
     if equal is not None and equal.step_seconds > 1.005 * job.step_seconds:
         found.append(
@@ -216,12 +222,22 @@ def _merged(pipeline_ranks: tuple[PipelineRank, ...]) -> list[tuple[tuple[int, s
 # Of a plan file.
 
 
-def mixed_of(plan: str, cluster: str | None, layout: str | None = None) -> tuple[Machines, MixedJob] | None:
-    """One job over several groups, where a plan file has one; `layout`: in place of its own, on the same lines."""
+def mixed_of(
+    plan: str, cluster: str | None, layout: str | None = None, **others: object
+) -> tuple[Machines, MixedJob] | None:
+    """One job over several groups, where a plan file has one; `layout`: in place of its own, on the same lines.
+    `others`: options that are not for it."""
     if cluster is not None or not plan.endswith(".toml"):
         return None
     found = load_mixed_plan(plan)
-    if found is None or layout is None:
+    if found is None:
+        return None
+    for name, value in others.items():
+        if value is not None:
+            raise UserError(
+                f"{name.replace('_', '-')}={value} is not for a plan of one job over several groups; omit it"
+            )
+    if layout is None:
         return found
     machines, job = found
     other = Layout.parse(layout)
@@ -243,15 +259,32 @@ def explain_mixed(found: tuple[Machines, MixedJob], in_json: bool) -> None:
     show(Console(highlight=False), machines, job)
 
 
-def simulate_mixed(found: tuple[Machines, MixedJob], micro_batches: int | None, width: int, in_json: bool) -> None:
-    """One step of a replica of each line."""
+def simulate_mixed(
+    found: tuple[Machines, MixedJob],
+    micro_batches: int | None,
+    width: int,
+    in_json: bool,
+    trace: Path | None,
+    picture: Path | None,
+) -> None:
+    """One step of a replica of each line; trace and picture are of the line that takes longest."""
     machines, job = found
+    for path in (trace, picture):
+        if path is not None:
+            check_output(path)
+    slowest = job.spans.index(max(job.spans))
+    name = f"{machines.first.model.name} on {machines.groups.name}: {job.layout}"
+    if trace is not None:
+        every = next(here.micro_batches for here in job.pipeline_ranks if here.line == slowest)
+        write_output(trace, json.dumps(chrome_trace(line_timeline(machines, job, slowest, every), name)))
     rows = []
     for place, line in enumerate(job.lines):
         count = next(here.micro_batches for here in job.pipeline_ranks if here.line == place)
         shown = min(count, micro_batches or max(2 * job.layout.pp, 4))
         drawn = line_timeline(machines, job, place, shown)
         names = [machines.names[group] for group in line.groups]
+        if picture is not None and place == slowest:
+            write_output(picture, svg(drawn, name, f"{shown} of {count} micro-batches; {', '.join(names)}"))
         rows.append({"groups": names, "replicas": line.replicas, "span": job.spans[place], "micro_batches": count})
         if not in_json:
             told = ", ".join(f"rank {rank} {name}" for rank, name in enumerate(names))
@@ -262,6 +295,9 @@ def simulate_mixed(found: tuple[Machines, MixedJob], micro_batches: int | None, 
         return
     waits = f"; replicas that are done first wait {job.waiting:.1%} of that" if len(job.lines) > 1 else ""
     print(f"{job.layout}: a step takes {job.step_seconds:.4g} s{waits}")
+    for what, written in (("trace", trace), ("picture", picture)):
+        if written is not None:
+            print(f"{what}: {written}")
 
 
 def map_mixed(found: tuple[Machines, MixedJob], in_json: bool) -> None:

@@ -48,8 +48,9 @@ def command(
     Example: cuboid simulate plan.toml --trace trace.json --picture step.svg
     Example: cuboid simulate llama3-8b h100x64 --layout dp=8,tp=2,pp=4 --global-batch 256 --seq 8192
     """
-    if mixed := mixed_of(plan, cluster, layout):
-        simulate_mixed(mixed, micro_batches, width, as_json)
+    options = {"global_batch": global_batch, "seq": seq, "precision": precision, "engine": engine, "island": island}
+    if mixed := mixed_of(plan, cluster, layout, **options):
+        simulate_mixed(mixed, micro_batches, width, as_json, trace, picture)
         return
     if islands := islands_of(plan, cluster, island):
         _simulate_islands(islands, trace, picture, width, as_json)

@@ -151,7 +151,7 @@ def predict_mixed(machines: Machines, layout: Layout, lines: Sequence[Line]) -> 
         alike, batch = layout.as_replica(first, question.global_batch)
         asked = {group: replace(machines.questions[group], global_batch=batch) for group in set(line.groups)}
         known = {group: stage_seconds(each, alike) for group, each in asked.items()}
-        share = _share(layout, first)
+        share = share_of(layout, first)
         tables = {group: memory_table(each, alike, share) for group, each in asked.items()}
         count = batch // (alike.dp * alike.micro_batch)
         costs = _costs(line, part, known)
@@ -223,7 +223,7 @@ def _all_hops(machines: Machines, lines: Sequence[Line], part: Held) -> Counter[
     return found
 
 
-def _share(layout: Layout, replica: int) -> float:
+def share_of(layout: Layout, replica: int) -> float:
     """What it keeps of what ZeRO splits, over the mean."""
     if not layout.shard_weights:
         return 1.0

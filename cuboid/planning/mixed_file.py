@@ -66,11 +66,18 @@ def start_lines(run: Run, file: str) -> list[str]:
     nodes = planned_nodes(run)
     assert nodes is not None
     place = f"--nodes {len(nodes)} --rendezvous HOST:29400"
+    size = run.layout.world_size // len(nodes)
+    several = [
+        f"a node of {group.name} has {group.cluster.accelerators_per_node} accelerators: it counts as "
+        f"{group.cluster.accelerators_per_node // size} nodes, each started with its own CUDA_VISIBLE_DEVICES"
+        for group in planned_machines(run).groups.groups
+        if group.name in nodes and group.cluster.accelerators_per_node > size
+    ]
     first = f"HOST is a node of {nodes[0]}, which has rank 0"
     return [
         f"on each node of {name}: cuboid train {file} {place} --group {name}" + (f" ({first})" if not number else "")
         for number, name in enumerate(dict.fromkeys(nodes))
-    ]
+    ] + several
 
 
 def mixed_run(machines: Machines, job: MixedJob) -> Run:

@@ -21,7 +21,7 @@ import numpy as np
 from cuboid.cost.inputs import Array, Shape, number
 from cuboid.cost.memory import rank_memory
 from cuboid.errors import UserError
-from cuboid.planning.mixed import Line, Machines, MixedJob, crossing_seconds, predict_mixed, rank_groups
+from cuboid.planning.mixed import Line, Machines, MixedJob, crossing_seconds, predict_mixed, rank_groups, share_of
 from cuboid.planning.question import Question
 from cuboid.planning.space import Space, divisors
 from cuboid.planning.stages import LayerSeconds, held
@@ -41,6 +41,8 @@ FINALISTS = 4
 """… and that are simulated: of pipelines, of replicas, and of both together."""
 FAR = 1.5
 """Divisions whose least time is so many times the best are not looked at."""
+LARGEST_SHARD = 8
+"""The most times as much that one replica keeps as another."""
 NEAR = 2
 """Numbers of micro-batches on both sides of the one by speed that are tried for each line."""
 Kind = tuple[int, int, str, int]
@@ -235,6 +237,10 @@ class _Known:
             if layout is None:
                 return None
             tight = self._tight(division, layout, counts)
+            if tight and layout.zero and len(division.lines) > 1:
+                other = self._by_memory(division, layout)
+                if other is not None and not self._tight(division, other, counts):
+                    layout, tight = other, {}
             if not tight:
                 part = held(self.model, layout, self.question.sequence)
                 return seconds + crossing_seconds(self.machines, layout, division.lines, part), layout
@@ -335,16 +341,39 @@ class _Known:
             return None
         return None if self.question.untrainable(layout) else layout
 
+    def _by_memory(self, division: Division, layout: Layout) -> Layout | None:
+        """With shards by the memory that the kinds of each line leave for them."""
+        if layout.shard:
+            return None
+        rooms, first = [], 0
+        for line in division.lines:
+            alike, batch = layout.as_replica(first, self.batch)
+            first += line.replicas
+            room = float("inf")
+            for group in sorted(set(line.groups)):
+                question = replace(self.machines.questions[group], global_batch=batch)
+                without, mean = (held_bytes(question, alike, share) for share in (0.0, 1.0))
+                for rank, its in enumerate(line.groups):
+                    if its == group:  # in shards of the mean size
+                        room = min(room, (question.limit - without[rank]) / max(mean[rank] - without[rank], 1.0))
+            rooms.append(room)
+        if min(rooms) <= 0:
+            return None
+        weights = [max(1, min(LARGEST_SHARD, int(LARGEST_SHARD * room / max(rooms)))) for room in rooms]
+        each = tuple(weight for weight, line in zip(weights, division.lines, strict=True) for _ in range(line.replicas))
+        return layout.changed(shard_weights=each)
+
     def _tight(self, division: Division, layout: Layout, counts: Sequence[int]) -> dict[int, int]:
         """Ranks that hold too much, and how many layers would do."""
         found: dict[int, int] = {}
         first = 0
         for line in division.lines:
             alike, batch = layout.as_replica(first, self.batch)
+            share = share_of(layout, first)
             first += line.replicas
             for group in sorted(set(line.groups)):
                 question = replace(self.machines.questions[group], global_batch=batch)
-                bytes_of = held_bytes(question, alike)
+                bytes_of = held_bytes(question, alike, share)
                 for rank, its in enumerate(line.groups):
                     if its == group and bytes_of[rank] > question.limit:
                         fewer = min(int(counts[rank] * question.limit / bytes_of[rank]), counts[rank] - 1)
@@ -352,10 +381,10 @@ class _Known:
         return found
 
 
-def held_bytes(question: Question, layout: Layout) -> Array:
-    """Bytes of every pipeline rank, in closed form."""
+def held_bytes(question: Question, layout: Layout, share: float) -> Array:
+    """Bytes of every pipeline rank, in closed form. `share`: what it keeps of what ZeRO splits, over the mean."""
     part = held(question.model, layout, question.sequence)
-    jobs = replace(Space.of([layout], question).jobs, fuller=number(layout.fuller_shard))
+    jobs = replace(Space.of([layout], question).jobs, fuller=number(share))
     ranks, engine = np.arange(layout.pp, dtype=np.float64), question.profile
     again = part.recomputed(layout.recompute_layers)
     memory = rank_memory(Shape.of(question.model), jobs, engine, part.layers, ranks, *part.ends(), again)

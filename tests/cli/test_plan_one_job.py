@@ -56,6 +56,12 @@ def test_other_commands_take_it(folder: Path, capsys: pytest.CaptureFixture[str]
     assert main(["simulate", "plan.toml"]) == 0
     shown = capsys.readouterr().out
     assert "rank 0 F0" in shown and "micro-batches in" in shown
+    assert main(["simulate", "plan.toml", "--picture", "step.svg", "--trace", "step.json", "--json"]) == 0
+    assert [line["groups"] for line in json.loads(capsys.readouterr().out)["lines"]] == [["old", "new"]]
+    assert (folder / "step.svg").read_text().startswith("<svg")
+    assert json.loads((folder / "step.json").read_text())["traceEvents"]
+    assert main(["explain", "plan.toml", "--engine", "megatron"]) == 2
+    assert "engine=megatron is not for a plan of one job over several groups" in capsys.readouterr().err
     assert main(["map", "plan.toml", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["nodes"]
     assert [(row["nodes"], row["ranks"], row["pipeline_ranks"]) for row in rows] == [
@@ -76,6 +82,8 @@ def test_what_cannot_be_is_refused(folder: Path, capsys: pytest.CaptureFixture[s
     asked = ["--global-batch", "128", "--seq", "4096"]
     assert main(["plan", "llama3-8b", "h100x8", "--one-job", *asked]) == 2
     assert "--one-job is for a cluster file with several groups" in capsys.readouterr().err
+    assert main([*QUESTION, "--objective", "cost"]) == 2
+    assert "objective=cost is not for one job over several groups" in capsys.readouterr().err
     assert main(["plan", "llama3-405b", "kinds.toml", "--one-job", *asked]) == 2
     assert "no job over new and old fits llama3-405b" in capsys.readouterr().err
     assert not (folder / "plan.toml").exists()

@@ -121,6 +121,23 @@ def test_memory_of_a_kind_bounds_its_stages() -> None:
     assert held["h100x8"].idle > held["a100x8"].idle
 
 
+def test_shards_go_by_the_memory_that_is_left() -> None:
+    """Replicas on a small and a large kind: equal shards do not fit the small one, others do."""
+    groups = lab("h100x8", "a100x8")
+    fixed = {"pp": 1, "tp": 1, "zero": 1, "recompute": "full", "micro_batch": 1}
+    asked = [replace(each, model=load_model("llama3-8b"), fixed=fixed) for each in questions(groups, 96)]
+    found = mixed_job(groups, asked, 96)
+    assert found is not None and found.fits and not found.layout.shard_weights
+    first, last = (here.memory for here in found.pipeline_ranks)
+    assert first == pytest.approx(last, rel=0.05)
+    enough = replace(groups.groups[0].cluster, memory_gib=(first / 2**30 - 2) / 0.95)
+    smaller = replace(groups, groups=(replace(groups.groups[0], cluster=enough), groups.groups[1]))
+    asked = [replace(each, cluster=group.cluster) for each, group in zip(asked, smaller.groups, strict=True)]
+    found = mixed_job(smaller, asked, 96)
+    assert found is not None and found.fits
+    assert found.layout.shard_weights[0] < found.layout.shard_weights[-1], "less on the small kind"
+
+
 def test_lines_mix_pipelines_and_replicas() -> None:
     """Two sites with both kinds each: a pipeline through both kinds of each site, replicas across sites."""
     kinds = ("h100x8", "a100x8")
