@@ -85,7 +85,11 @@ def _(patches: Patches) -> None:
 def _(patches: Patches) -> None:
     """The weights of the router lose their gradient on the way through a gather."""
     plain = Permutation.unpermute
-    patches.put(Permutation, "unpermute", lambda self, rows, weights: plain(self, rows, weights.detach()))
+    patches.put(
+        Permutation,
+        "unpermute",
+        lambda self, rows, weights, rounds: plain(self, rows, weights.detach(), rounds),
+    )
 
 
 @bug(
