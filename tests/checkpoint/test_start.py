@@ -19,6 +19,7 @@ from cuboid.spec.generation import GenerationSpec
 from cuboid.spec.run import Run
 from cuboid.training.run_folder import checkpoint_folder, prepare_folder
 from tests.checkpoint.pretrained import CASES, run_from, save_pretrained, their_loss
+from tests.matrix import crossed
 
 LAYOUTS = {
     "mixtral": "dp=2,ep=2,tp=2",
@@ -62,8 +63,10 @@ def test_the_loss_is_that_of_transformers_on_any_layout(pool: Pool, tmp_path: Pa
     assert losses[0] == pytest.approx(their_loss(folder, run, torch.float32), abs=1e-5)
 
 
-@pytest.mark.parametrize("case", ["llama-tied", "qwen3", "qwen2", "gpt2", "gemma3", "olmo3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    crossed(["llama-tied", "qwen3", "qwen2", "gpt2", "gemma3", "olmo3"], [torch.float32, torch.bfloat16]),
+)
 def test_there_and_back_not_a_bit_changes(pool: Pool, tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     folder = save_pretrained(tmp_path / "model", case, shard="1GB", dtype=dtype)
     run = run_from(f"hf:{folder}", LAYOUTS[case])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cuboid.launch.pool import Pool
+from tests.matrix import rest
 from tests.parallel.cases import assert_equal, small_run
 
 ALL_REDUCE = "c10d::allreduce_"
@@ -17,10 +18,9 @@ NARROW += [f"model.latent.{name}" for name in ("kv_rank=32", "qk_nope_dim=16", "
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp=4,zero=1,shard=2",
-        "dp=4,zero=2,shard=2",
         "dp=4,zero=3,shard=2",
         "dp=4,pp=2,zero=2,shard=2,schedule=zb1p",
+        *rest("dp=4,zero=1,shard=2", "dp=4,zero=2,shard=2"),
     ],
 )
 def test_replicas_sum_their_shards_under_the_backward_pass(pool: Pool, layout: str) -> None:
@@ -34,11 +34,13 @@ def test_replicas_sum_their_shards_under_the_backward_pass(pool: Pool, layout: s
 @pytest.mark.parametrize(
     ("model", "layout", "overrides"),
     [
-        ("tiny-llama", "dp=4,zero=1,shard=2", ["model.tie_embeddings=true"]),
-        ("tiny-llama", "dp=4,pp=2,zero=2,shard=2,schedule=zbv", []),
         ("tiny-llama", "dp=4,pp=2,zero=3,shard=2,schedule=dualpipev", ["model.tie_embeddings=true"]),
         ("tiny-deepseek", "dp=4,ep=2,zero=1,shard=2", []),
         ("tiny-mixtral", "dp=4,tp=2,ep=2,zero=3,shard=2,offload=true", []),
+        *rest(
+            ("tiny-llama", "dp=4,zero=1,shard=2", ["model.tie_embeddings=true"]),
+            ("tiny-llama", "dp=4,pp=2,zero=2,shard=2,schedule=zbv", []),
+        ),
     ],
 )
 def test_hybrid_sharding_is_equal_to_one_device(pool: Pool, model: str, layout: str, overrides: list[str]) -> None:
@@ -50,10 +52,10 @@ def test_hybrid_sharding_is_equal_to_one_device(pool: Pool, model: str, layout: 
     [
         ("tiny-llama", "tp=2", []),
         ("tiny-llama", "tp=2,sequence_parallel=false", []),
-        pytest.param("tiny-llama", "tp=2", ["training.compile=on"], marks=pytest.mark.thorough),
         ("tiny-deepseek", "tp=2", []),
         ("tiny-deepseek", "tp=2,sequence_parallel=false,recompute=full", ["model.latent.q_rank=0"]),
         ("tiny-deepseek", "tp=2,recompute=full", NARROW),
+        *rest(("tiny-llama", "tp=2", ["training.compile=on"])),
     ],
 )
 def test_input_gradients_are_summed_under_the_matmul_of_weight_gradients(

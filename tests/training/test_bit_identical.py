@@ -8,17 +8,16 @@ import pytest
 
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.launch.pool import Pool
+from tests.matrix import rest
 from tests.training.bit_identical import differences, four_steps
 
 LAYOUTS = [
     "dp=1",
-    "dp=2",
-    pytest.param("dp=2,zero=1", marks=pytest.mark.thorough),  # as in the layout with tp below
     "dp=2,zero=2",
     "dp=4,zero=3,shard=2",
     "tp=2,dp=2,zero=1",
     "pp=2,dp=2,schedule=zbv,zero=3",
-    "pp=2,tp=2,schedule=interleaved",
+    *rest("dp=2", "dp=2,zero=1", "pp=2,tp=2,schedule=interleaved"),
 ]
 
 

@@ -12,6 +12,7 @@ from cuboid.checkpoint.verify import verify
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
 from cuboid.training.run_folder import prepare_folder
+from tests.matrix import rest
 from tests.training.cases import short_run
 
 
@@ -65,7 +66,9 @@ def test_another_training_cannot_go_on(tmp_path: Path, override: str, field: str
     prepare_folder(short_run("dp=2,tp=2", str(tmp_path), "training.steps=40"))
 
 
-@pytest.mark.parametrize("layout", ["dp=2,tp=2", "pp=2,schedule=interleaved", "dp=2,pp=2,schedule=zbv,zero=3", "cp=4"])
+@pytest.mark.parametrize(
+    "layout", ["dp=2,tp=2", "cp=4", *rest("pp=2,schedule=interleaved"), "dp=2,pp=2,schedule=zbv,zero=3"]
+)
 def test_the_loss_on_held_out_data_does_not_depend_on_the_layout(pool: Pool, tmp_path: Path, layout: str) -> None:
     common = ("training.precision=float64", "training.steps=2", "evaluation.every=2", "evaluation.batches=2")
     common += ("data.validation_fraction=0.1",)
