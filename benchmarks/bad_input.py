@@ -323,7 +323,8 @@ def _work(
         case = make_case(asked.seed, number, scenarios, folder)
         ended = run_case(case, folder, beside)
         if case.what == "closed":
-            (folder / case.file).chmod(0o755)
+            with suppress(FileNotFoundError):
+                (folder / case.file).chmod(0o755)
         os.write(out, (json.dumps(asdict(ended)) + "\n").encode())
 
 
