@@ -251,6 +251,13 @@ def _check_cleared(run: Run, take_over: bool) -> None:
             f"checkpoint.folder={place} is that of {other.named}, whose checkpoints --overwrite would remove; use "
             "another checkpoint.folder, or --take-over too"
         )
+    folder = Path(run.output.folder)
+    kept = Path(run.checkpoint.folder or folder / "checkpoints") if "://" not in run.checkpoint.folder else folder
+    written = [path for pattern in WRITTEN for path in folder.glob(pattern) if path.is_dir() and not path.is_symlink()]
+    for path in (kept, *written):
+        for above, _, _ in os.walk(path) if path != folder else ():
+            if not os.access(above, os.R_OK | os.W_OK | os.X_OK):  # half of a run would be gone
+                raise UserError(f"{above} cannot be removed: Permission denied; change its mode, or use another folder")
 
 
 def _clear(run: Run, folder: Path) -> None:
@@ -263,7 +270,7 @@ def _clear(run: Run, folder: Path) -> None:
 
 def _remove(folder: Path, pattern: str) -> None:
     for path in folder.glob(pattern):
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()

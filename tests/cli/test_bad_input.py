@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from cuboid.cli.main import VERBS as MODULES
 from cuboid.cli.main import main
 from cuboid.spec.run import build_run, dump_run
 from tests.launch.ports import free_port
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from confined import lose_rights
 
 ROWS = [{"step": step, "loss": 6.0, "gradient_norm": 1.0, "seconds": 0.1, "tokens": 64} for step in (1, 2, 3)]
 SIZES = {"steps": 4, "global_batch": 2, "sequence": 32, "device": "cpu"}
@@ -131,6 +135,23 @@ def test_a_run_does_not_wait_for_a_fifo_in_the_place_of_its_log(
 ) -> None:
     os.mkfifo(run_folder / name)
     assert f"{name} is a FIFO, not a file" in refusal(VERBS["train"], capsys)
+
+
+@pytest.mark.parametrize("closed", ["checkpoints/step-00000002", "hang-00001"])
+def test_what_cannot_be_removed_costs_no_run(run_folder: Path, closed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a process without the rights of root, as most users are."""
+    (run_folder / closed).mkdir(parents=True)
+    (run_folder / closed).chmod(0o555)
+    before = listing(run_folder)
+    child = os.fork()
+    if not child:
+        status = 70
+        with suppress(BaseException):
+            lose_rights()
+            status = main([*VERBS["train"], "--overwrite"])
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert listing(run_folder) == before
 
 
 @pytest.mark.parametrize("text", ["4\x00e54", "../../elsewhere", "one\ntwo"])
