@@ -154,6 +154,42 @@ def test_what_cannot_be_removed_costs_no_run(run_folder: Path, closed: str, caps
     assert listing(run_folder) == before
 
 
+def test_a_folder_that_is_no_run_is_not_cleared(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_folder / "run.toml").rename("run.toml")
+    job = ["train", "run.toml", "--overwrite"]
+    assert "has metrics.jsonl and no run.toml, so that it may not be a run's" in refusal(job, capsys)
+    (run_folder / "metrics.jsonl").rename(run_folder / "mine.jsonl")
+    (run_folder / "secret").write_text("mine")
+    assert main([*job, "--set", "training.steps=1", "--set", "training.sequence=8"]) == 0
+    assert (run_folder / "secret").read_text() == "mine" and (run_folder / "mine.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "report run --no-search -o run/run.toml",
+        "report run --no-search -o run/metrics.jsonl",
+        "plan model.toml h100x8 --global-batch 8 --seq 64 -o model.toml",
+        "plan model.toml h100x8 --global-batch 8 --seq 64 -o linked.toml",
+        "launch slurm run/run.toml --gpus-per-node 1 --set checkpoint.every=100 -o run/run.toml",
+    ],
+)
+def test_what_a_command_reads_it_does_not_write_over(
+    run_folder: Path, arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("model.toml").write_text('base = "tiny-llama"\n')
+    Path("linked.toml").symlink_to("model.toml")
+    assert "is a file that this command reads; use another name" in refusal(arguments.split(), capsys)
+
+
+def test_prompts_that_leave_no_room_are_refused_before_anything_is_written(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = f'samples.prompts=["{"x" * 5000}"]'
+    job = [*VERBS["train"], "--set", "samples.every=1", "--set", prompts, "--set", "output.folder=new"]
+    assert "leaves no room behind it" in refusal(job, capsys)
+
+
 @pytest.mark.parametrize("text", ["4\x00e54", "../../elsewhere", "one\ntwo"])
 def test_a_run_that_says_nothing_sane_of_itself_is_refused(
     run_folder: Path, text: str, capsys: pytest.CaptureFixture[str]
