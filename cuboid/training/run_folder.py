@@ -270,7 +270,7 @@ def _check_cleared(run: Run, take_over: bool) -> None:
 
 def _clear(run: Run, folder: Path) -> None:
     place = checkpoint_folder(run)
-    for pattern in (*WRITTEN, REPORTS) if (folder / RUN_FILE).exists() else ():
+    for pattern in (*WRITTEN, REPORTS) if (folder / RUN_FILE).exists() else (IDENTITY, LEADERS):
         _remove(folder, pattern)
     own(run, place)  # first, so that the folder of which the lock is held is not removed
     clear(place)
