@@ -255,12 +255,12 @@ def test_an_error_is_one_line_of_a_readable_length() -> None:
     ids=lambda text: str(text)[:30].encode("unicode_escape").decode(),
 )
 def test_absurd_values_are_refused_at_once(setting: str) -> None:
-    begun = time.monotonic()
+    begun = time.process_time()  # another program may have the cores meanwhile
     with pytest.raises(
         UserError, match=setting.partition("=")[0].replace("layout.", "").rpartition(".")[2] + "|world_size"
     ):
         build_run({"model": "tiny-llama", "evaluation": {}, "samples": {}}, [setting])
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 def test_samples_without_prompts_are_refused() -> None:
@@ -279,7 +279,7 @@ def test_samples_without_prompts_are_refused() -> None:
     ],
 )
 def test_a_bomb_is_refused_before_it_grows(tmp_path: Path, name: str, block: bytes) -> None:
-    path, begun = tmp_path / name, time.monotonic()
+    path, begun = tmp_path / name, time.process_time()
     if name.endswith(".gz"):
         path.write_bytes(gzip.compress(block * ((4 << 20) // len(block))) * 500)  # 2 GB in 2 MB
     else:
@@ -287,7 +287,7 @@ def test_a_bomb_is_refused_before_it_grows(tmp_path: Path, name: str, block: byt
         path.write_bytes(zstandard.compress(block * (4 << 20)) * 500)
     with pytest.raises(UserError, match=r"bomb.* (holds more than|has more than|has 1,000,001 empty lines)"):
         list(read_rows(find_inputs([str(path)])[0], ["text"]))
-    assert time.monotonic() - begun < 20
+    assert time.process_time() - begun < 20
 
 
 def test_a_line_has_a_limit(tmp_path: Path) -> None:

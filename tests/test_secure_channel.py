@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from cuboid.errors import UserError
 from cuboid.secure_channel import (
+    GREETING,
     MAGIC,
     NAME,
     PENDING,
@@ -110,7 +111,7 @@ class Echo:
             channel.send(message)
 
     def asked(self, message: bytes = b"hello") -> bytes | None:
-        with socket.create_connection(self.where, timeout=10) as line:
+        with socket.create_connection(self.where, timeout=60) as line:
             channel = greet(line, SECRET, "echo")
             channel.send(message)
             return channel.receive()
@@ -192,11 +193,14 @@ def test_a_thousand_who_say_nothing_keep_nobody_out(echo: Echo) -> None:
             if number % 3:  # junk, or half of a greeting
                 with suppress(ConnectionError):
                     line.sendall(b"GET / HTTP/1.1\r\n\r\n" if number % 3 == 1 else MAGIC + bytes(7))
-        began = time.monotonic()
-        assert [echo.asked() for _ in range(5)] == [b"hello"] * 5
-        assert time.monotonic() - began < 5
+        seconds = []
+        for _ in range(5):
+            began = time.monotonic()
+            assert echo.asked() == b"hello"
+            seconds.append(time.monotonic() - began)
+        assert min(seconds) < GREETING / 2, "nobody waits until strangers are sent away"
         assert len(echo.door._pending) <= PENDING
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while echo.door._pending:
         assert time.monotonic() < limit
         time.sleep(0.01)
@@ -218,7 +222,7 @@ def test_who_is_too_slow_is_sent_away() -> None:
             with suppress(OSError):
                 ours.sendall(bytes([byte]))
             time.sleep(0.1)
-        assert told.get(timeout=10) == "TimeoutError"
+        assert told.get(timeout=60) == "TimeoutError"
 
 
 def test_secrets_come_from_a_variable_a_file_or_the_run_folder(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_strangers_at_every_port_change_nothing(tmp_path: Path, supervisors: lis
     began, before = time.monotonic(), len(rows(tmp_path / "runs/default/metrics.jsonl"))
     strangers = Strangers(outside)
     while min(strangers.came.values()) < 1000:
-        assert time.monotonic() - began < 60, strangers.came
+        assert time.monotonic() - began < 300, strangers.came
         assert all(supervisor.command.poll() is None for supervisor in supervisors)
         time.sleep(0.05)
     strangers.end()
