@@ -322,7 +322,6 @@ class Run:
             "data.attention_within_documents=false": self.data.attention_within_documents,
             "output.count_communication=false": self.output.count_communication,
             "output.keep_timing=false": self.output.keep_timing,
-            "checks.every=0": self.checks.every > 0,
             "a run that is not profiled": self.profile.steps > 0,
             "batches of one size, not training.batch_ramp": bool(self.training.batch_ramp),
             "sequences of one length, not training.sequence_ramp": bool(self.training.sequence_ramp),

@@ -11,11 +11,12 @@ ranks capture in the same step, or none does. No collective may cross the border
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cuboid.errors import UserError
 from cuboid.parallel.collectives import all_reduce_maximum
@@ -68,8 +69,25 @@ class CapturedPasses:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[list[RankBatch], Tensor]
         self._outputs: Passes
+        self._is_open = False
+        self._gradients: list[tuple[nn.Parameter, Tensor | None]] = []
+        """Those of the graph, while a step that is no graph has others."""
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """A step inside of this is no graph, neither its passes nor its update: somebody looks on."""
+        self._is_open = self._optimizer.is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = self._optimizer.is_open = False
 
     def __call__(self, batches: list[RankBatch], factor: Tensor) -> Passes:
+        if self._is_open:
+            if self._graph is not None and not self._gradients:
+                parameters = [each for unit in self._engine.units for each in unit.parameters.values()]
+                self._gradients = [(parameter, parameter.grad) for parameter in parameters]
+            return self._plain(batches, factor)
         self._calls += 1
         # The first step compiles kernels and opens communicators, neither of which a capture allows.
         if self._calls < WARM_UP or self._pays is False:
@@ -126,6 +144,10 @@ class CapturedPasses:
         kept_factor.copy_(factor)
         for unit in self._engine.units:
             unit.settle_gather()
+        # An update that is no graph, as one that is measured, reads the gradients where the parameters say they are.
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._gradients = []
         self._graph.replay()
         # The next step overwrites these.
         return Passes(self._outputs.tokens.clone(), self._outputs.loss.clone(), self._outputs.square.clone())

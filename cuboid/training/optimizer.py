@@ -112,6 +112,8 @@ class Optimizer:
         apart = self._compiled and on_gpu and engine.run.layout.offload
         self._stream = torch.cuda.Stream(engine.device) if apart else None  # type: ignore[no-untyped-call]
         self._captures = False
+        self.is_open = False
+        """Whether the next update may not be a CUDA graph."""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._numbers: Numbers = {}
         self._kinds = sorted({kind_of(part) for unit in self._units for part in unit.parts})
@@ -181,7 +183,7 @@ class Optimizer:
         }
 
     def _update_in_line(self, numbers: Numbers, watcher: Watcher | None) -> None:
-        if not self._captures or watcher is not None:
+        if not self._captures or self.is_open or watcher is not None:
             for unit in self._units:
                 self._update_unit(unit, numbers, watcher)
                 unit.publish(written=True)

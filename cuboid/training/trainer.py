@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -30,7 +30,7 @@ from cuboid.training.callbacks import Callback, load_callbacks
 from cuboid.training.checkpointer import Checkpointer
 from cuboid.training.checks.callback import Checks
 from cuboid.training.communication_log import CommunicationLog
-from cuboid.training.cuda_graphs import make_passes
+from cuboid.training.cuda_graphs import CapturedPasses, make_passes
 from cuboid.training.device_progress import device_progress
 from cuboid.training.islands import IslandRounds
 from cuboid.training.layer_norms import LayerNorms
@@ -239,6 +239,12 @@ class Trainer:
         # A step's time runs from the end of the one before, unless something else came between.
         self._before = None if evaluates else started.pending
         return True
+
+    @contextmanager
+    def kernel_by_kernel(self) -> Iterator[None]:
+        """A step that is started inside of this is no CUDA graph, so that callbacks may look into it."""
+        with self._passes.opened() if isinstance(self._passes, CapturedPasses) else nullcontext():
+            yield
 
     def start_clock(self) -> None:
         """What comes now is no part of a step before."""

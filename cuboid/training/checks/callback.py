@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,12 +21,13 @@ from cuboid.training.checks.check import Check
 from cuboid.training.checks.copies import Copies
 from cuboid.training.checks.data import Data
 from cuboid.training.checks.matrices import Matrices
+from cuboid.training.checks.origin import origin
 from cuboid.training.checks.passes import Passes
 from cuboid.training.checks.replay import Replay
 from cuboid.training.checks.sums import Sums
 from cuboid.training.checks.turns import Clock, Look, Turns
 from cuboid.training.checks.updates import Updates
-from cuboid.training.checks.words import Located, Pass, told
+from cuboid.training.checks.words import Located, told
 from cuboid.training.metrics import Metrics
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import LeavesOut, PendingStep, StepResult
@@ -41,7 +42,7 @@ MAKERS: dict[str, Callable[[Engine, Optimizer, Source], Check]] = {
     "sums": lambda engine, *_: Sums(engine),
     "updates": lambda engine, optimizer, _: Updates(engine, optimizer),
     "matrices": lambda engine, optimizer, _: Matrices(engine, optimizer),
-    "copies": lambda engine, *_: Copies(engine),
+    "copies": lambda engine, optimizer, _: Copies(engine, optimizer),
 }
 """By name in `checks.only`."""
 
@@ -79,13 +80,14 @@ class Checks(Callback):
         if self._look is None:
             yield
             return
-        for check in self._looking():
-            check.begin(self._look)
-        try:
-            yield
-        finally:
-            for check in reversed(self._looking()):
-                check.detach()
+        with trainer.kernel_by_kernel():
+            for check in self._looking():
+                check.begin(self._look)
+            try:
+                yield
+            finally:
+                for check in reversed(self._looking()):
+                    check.detach()
 
     def judge(self, trainer: Trainer, step: int) -> LeavesOut | None:
         if self._look is None:
@@ -132,7 +134,7 @@ class Checks(Callback):
         begin = perf_counter()
         found = [each for check in self._looking() for each in check.judge(self._engine, trainer.optimizer, step)]
         if self._turns.begins_with(step) and not look.is_whole:
-            self._turns.length = self._agreed(self._clock.next_length())
+            self._turns.next_length = self._agreed(self._clock.next_length())
         if self._engine.ledger is not None:
             self._engine.ledger.take()  # no part of a step
         if not look.is_whole:
@@ -155,9 +157,7 @@ class Checks(Callback):
 
     def _tell(self, trainer: Trainer, step: int, found: list[Located]) -> None:
         """The first in the order of execution: others may follow from it. Each is told once."""
-        order = get_args(Pass)
-        # What is wrong on one rank says more than what is wrong over all.
-        first = min(found, key=lambda each: (order.index(each.where), each.rank is None))
+        first = origin(found)
         is_new = (first.tensor, first.where) not in self._told
         self._told.add((first.tensor, first.where))
         text = f"check: {told(first)}"
