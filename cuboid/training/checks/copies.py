@@ -15,7 +15,7 @@ from cuboid.parallel.stage import Segment
 from cuboid.parallel.zero import Unit
 from cuboid.training.checks.check import Looks, from_all, sampled_places, wrap
 from cuboid.training.checks.turns import Look
-from cuboid.training.checks.words import Located, module_of
+from cuboid.training.checks.words import DRIFTED, Located, module_of
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.replicas import deviations
 
@@ -23,8 +23,10 @@ Run = Callable[[Tensor, RankBatch], Tensor]
 
 
 class Copies(Looks):
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+        self._engine, self._optimizer = engine, optimizer
+        self._before: set[str] = set()
+        """What differed when the step began."""
         self._look: Look | None = None
         self._seen: dict[str, list[tuple[str, Tensor]]] = {}
         """By unit: of each of its shards, whether sampled weights are others than those that are computed with."""
@@ -33,6 +35,9 @@ class Copies(Looks):
 
     def begin(self, look: Look) -> None:
         self._seen, self._look = {}, look
+        # Copies that differ when a step begins are not its doing.
+        there = deviations(self._engine, self._optimizer) if look.is_whole else []
+        self._before = {each.name for each in there}
         for stage in self._engine.pipeline.stages.values():
             for segment in stage.segments:
                 self._undo.append(wrap(segment, "run", partial(self._run, segment, segment.run)))
@@ -65,8 +70,8 @@ class Copies(Looks):
         found = from_all(engine, found)
         for each in deviations(engine, optimizer, None if self._look is None else self._look.sees, self._alone):
             module = module_of(each.name.partition(" ")[0])
-            cause = f"copies differ: {each}"
-            found.append(Located(each.name, module, "update", step, None, each.ranks[0], 1.0, 0.0, cause))
+            cause, where = f"{DRIFTED}: {each}", "weights" if each.name in self._before else "update"
+            found.append(Located(each.name, module, where, step, None, each.ranks[0], 1.0, 0.0, cause))  # type: ignore[arg-type]
         return found
 
 

@@ -33,8 +33,9 @@ from cuboid.training.checks.everywhere import Everywhere, Rows
 from cuboid.training.checks.passes import Current
 from cuboid.training.checks.replayed_segments import Rotation, inside_of, segments_of
 from cuboid.training.checks.sequences import Sequences
-from cuboid.training.checks.sketch import NUMBERS, sketch
+from cuboid.training.checks.sketch import NUMBERS, sketch, stride_of
 from cuboid.training.checks.turns import Look
+from cuboid.training.checks.variants import variants
 from cuboid.training.checks.weights import WholeWeights, part_of
 from cuboid.training.checks.words import UNKNOWN, Located, Pass, fitted_factor, module_of, named_factor
 from cuboid.training.optimizer import Optimizer
@@ -48,7 +49,8 @@ LEAST = {"fp8": 0.5}
 LEAST_GRADIENT = 0.2
 """Allowed in any case of a weight gradient in 16 bits, of which some tensors have few elements that cancel."""
 NEGLIGIBLE = 1e-6
-"""Gradients so many times smaller than the largest of their segment are compared on that scale."""
+"""Gradients so many times smaller than the largest of their segment are compared on that scale; in 16 bits one
+rounding, which is all that there is of those that are zero."""
 ROUNDED = 2.0**-10
 """Taken for what rounding to 16 bits does, of a stream's size, until it is measured."""
 ROUTED = 0.4
@@ -183,12 +185,12 @@ class Replay:
             now = self._current()
             for part in unit.parts:
                 gradient = unit.parameters[part.name].grad
-                if not self._is_apart(part):
+                if part.name in self._seen.weights or not self._is_apart(part):
                     continue
                 if gradient is None:
                     own = torch.zeros(NUMBERS, dtype=torch.float64, device=self._engine.device)
                 else:
-                    own = sketch(gradient)
+                    own = sketch(gradient, stride=stride_of(part.size))
                     if unit.adds_in_place:
                         own, before[part.name] = own - before.get(part.name, 0.0), own
                 if now == self._micro_batch:
@@ -216,8 +218,11 @@ class Replay:
         given, precision = self._given(), self._engine.run.training.precision
         replayed = self._replay(given, precision)
         # How far rounding may lead says a second replay, in float32, made where the first one is not close anyhow.
-        if precision not in EXACT and self._is_suspect():
-            self._replay(given, "float32", replayed)
+        if self._is_suspect():
+            if precision not in EXACT:
+                self._replay(given, "float32", replayed)
+            if given is not None and replayed is not None:
+                self._explain(given, replayed)
 
     def _given(self) -> Given | None:
         """What a replay begins with; None where there is nothing to replay. All ranks of the replica's stage call
@@ -247,6 +252,28 @@ class Replay:
             self._found = []
         self._told = self._tell.gather(self._rows, NUMBERS)
         return made
+
+    def _explain(self, given: Given, replayed: Replayed) -> None:
+        """Which variant of the replay comes nearest to what the rank made of it."""
+        index = next((at for at, each in enumerate(self._found) if each.where == "forward"), None)
+        if index is None or not self._found[index].cause.startswith(UNKNOWN) or self._batch is None:
+            return
+        precision, segment, own = self._engine.run.training.precision, given.segment, self._sequences.own
+        observed = self._seen.outputs
+        assert observed is not None
+        apart, best, told = float((observed.double() - own(replayed.outputs).double()).norm()), math.inf, ""
+        try:
+            for variant in variants(self._engine, segment, self._batch[0], given.weights):
+                alone = build_alone(self._lone(precision), segment.name, self._engine.device)
+                variant.change(alone)
+                made = own(self._compute(alone, replace(given, weights=variant.weights), variant.batch).outputs)
+                away = float((observed.double() - made.double()).norm()) if made.shape == observed.shape else math.inf
+                if away < 0.9 * best:
+                    best, told = away, variant.told
+        except torch.OutOfMemoryError:
+            return
+        if best <= (1e-3 if precision in EXACT else 0.3) * apart:
+            self._found[index] = replace(self._found[index], cause=told)
 
     def _is_suspect(self) -> bool:
         """Whether a rank found something, or all of them together."""
@@ -286,7 +313,9 @@ class Replay:
             return None, gradient
         return self._sequences.whole(self._sequences.gather(seen.inputs)), gradient
 
-    def _compute(self, alone: Alone, given: Given) -> Replayed:
+    def _compute(
+        self, alone: Alone, given: Given, alter: Callable[[RankBatch], RankBatch] = lambda batch: batch
+    ) -> Replayed:
         assert self._batch is not None
         engine, precision = self._engine, alone.run.training.precision
         for unit in alone.units:
@@ -298,7 +327,7 @@ class Replay:
             ours.counts.copy_(theirs.counts)
             ours.loads.copy_(theirs.loads)
             ours.step.copy_(theirs.step)
-        batch = alone.batches.of(self._batch[0])
+        batch = alter(alone.batches.of(self._batch[0]))
         parameters = {name: each for unit in alone.units for name, each in unit.parameters.items()}
         x = given.inputs
         x = batch.tokens if x is None else x.detach().to(alone.dtype, copy=True).requires_grad_()
@@ -405,7 +434,7 @@ class Replay:
                 for part in given.slices[name]:
                     for kind, each in made.items():
                         cut = part_of(each.weights[name].view(part.full_shape), part)
-                        self._rows[_gradient(kind, part)] = sketch(cut)
+                        self._rows[_gradient(kind, part)] = sketch(cut, stride=stride_of(part.size))
 
     def judge(self, engine: Engine, optimizer: Optimizer, step: int) -> list[Located]:
         found = [replace(each, step=step) for each in self._found]
@@ -425,7 +454,8 @@ class Replay:
                     holders.setdefault(held, rank)
         # What is zero but for rounding has no relative error.
         right_of = {held: row for held, row in sums.items() if held.kind == "replay"}
-        floor = NEGLIGIBLE * max((float(row.norm()) for row in right_of.values()), default=0.0)
+        least = NEGLIGIBLE if run.training.precision in EXACT else 2.0**-8
+        floor = least * max((float(row.norm()) for row in right_of.values()), default=0.0)
         exact_of = {held._replace(kind="replay"): row for held, row in sums.items() if held.kind == "exact"}
         spreads = {
             held._replace(kind="ranks"): float((row - exact_of.get(held, row)).norm())

@@ -21,13 +21,14 @@ from cuboid.spec.ranks import coordinates
 from cuboid.spec.sharding import Part
 from cuboid.training.checks.check import wrap
 from cuboid.training.checks.everywhere import Everywhere, Rows
-from cuboid.training.checks.sketch import NUMBERS, sketch
+from cuboid.training.checks.sketch import NUMBERS, sketch, stride_of
 from cuboid.training.checks.turns import Look
 from cuboid.training.checks.words import (
     UNKNOWN,
     Axes,
     Hypothesis,
     Located,
+    count_named,
     fitted_factor,
     module_of,
     named_factor,
@@ -109,7 +110,7 @@ class Sums:
                 gradient = unit.parameters[part.name].grad
                 own = torch.zeros(NUMBERS, dtype=torch.float64, device=self._engine.device)
                 if gradient is not None:
-                    own = sketch(gradient)
+                    own = sketch(gradient, stride=stride_of(part.size))
                     if unit.adds_in_place:  # the sum of all micro-batches so far
                         own, before[part.name] = own - before.get(part.name, 0.0), own
                 self._own.setdefault(_held("part", part), []).append(own)
@@ -128,7 +129,8 @@ class Sums:
             self._rows[held] = torch.stack(own).sum(0) / factor
         for unit in self._units:
             for shard in unit.optimizer_shards():
-                self._rows[_shard(shard)] = sketch(shard.gradient, shard.start) / factor
+                stride = stride_of(shard.part.size)
+                self._rows[_shard(shard)] = sketch(shard.gradient, shard.start, stride) / factor
 
     def _squares(self, result: StepResult, factor: float) -> Tensor:
         """The norm that the optimizer is told, and the squares of this rank's gradients by `KINDS`."""
@@ -199,6 +201,11 @@ class Sums:
                     continue
                 error = apart / scale if scale and apart == apart else math.inf
                 cause = self._cause(observed, right, self._placed(of, axes), close)
+                if cause == UNKNOWN:
+                    others = {
+                        held: theirs for held, theirs in parts.items() if held[0] == elements[0] and held != elements
+                    }
+                    cause = _explains(_other_slices(right, others), observed, right, close) or cause
                 name = f"gradient of {elements[0]}"
                 yield Located(name, module_of(elements[0]), "reduction", step, None, rank, error, allowed, cause)
                 break
@@ -273,11 +280,9 @@ class Sums:
         close = 1e-6 if self._engine.units[0].accumulate == torch.float64 else 1e-2
         for told in list(KINDS)[1:]:
             among = sum(own[told] for own in squares)
-            for count in (2, layout.tp, layout.dp, layout.cp):
-                if among and count > 1 and abs(extra - (count - 1) * among) <= close * abs(extra):
-                    return f"{told} are counted {count} times"
-            if among and abs(extra + among) <= close * abs(extra):
-                return f"{told} are not counted"
+            times = count_named(extra, among, {2, layout.tp, layout.dp, layout.cp, layout.ep}, close)
+            if times:
+                return f"{told} are {times}"
         for stage in range(layout.pp if layout.pp > 1 else 0):
             of_stage = sum(own["all"] for rank, own in enumerate(squares) if self._axes(rank)["pp"] == stage)
             if abs(observed**2 - of_stage) <= close * right**2:
@@ -295,6 +300,23 @@ def _whole(of: dict[int, dict[tuple[int, int], Tensor]]) -> dict[int, Tensor]:
         parts = [own.get(between, of[first][between]) for between, first in holders.items()]
         found[rank] = torch.stack(parts).sum(0)
     return found
+
+
+def _other_slices(right: Tensor, others: dict[tuple[str, int, int, int], dict[int, Tensor]]) -> Iterator[Hypothesis]:
+    """`others`: what ranks computed of the other slices of the parameter. Sketches of slices are of their places."""
+    for theirs in others.values():
+        for rank, part in theirs.items():
+            yield f"that of another slice, on rank {rank}, is added", lambda part=part: right + part  # type: ignore[misc]
+        yield (
+            "that of another slice is added: summed over a group of other ranks",
+            lambda all=theirs: (  # type: ignore[misc]
+                right + torch.stack(list(all.values())).sum(0)
+            ),
+        )
+    everything = [part for theirs in others.values() for part in theirs.values()]
+    if everything:
+        told = "those of all other slices are added: summed over a group of other ranks"
+        yield told, lambda: right + torch.stack(everything).sum(0)
 
 
 def _near(made: Tensor, observed: Tensor, right: Tensor, close: float) -> bool:

@@ -16,14 +16,13 @@ from cuboid.parallel.zero import Unit
 from cuboid.spec.checks import ChecksSpec
 
 ROUND = (
-    ("data", "passes"),
+    ("data", "passes", "updates", "matrices", "copies"),
+    ("replay", "sums"),
     ("replay",),
-    ("sums",),
-    ("replay",),
-    ("updates", "matrices", "copies"),
     ("replay",),
     ("replay",),
 )
+"""At few steps: at each the host waits for the device once, and the device for the host."""
 BLOCKS = 2
 """Of each stage, that a round looks at."""
 REMEMBERED = 8
@@ -64,6 +63,7 @@ class Turns:
         self._rounds = done // spec.every
         self.length = spec.every
         """Of this round, in steps."""
+        self.next_length = self.length
         self.start_again(done)
 
     def start_again(self, done: int) -> None:
@@ -73,18 +73,22 @@ class Turns:
         """All checks, at everything."""
         self._again = step
 
+    def _place(self, index: int) -> int:
+        """In the round, from 0: in the middle of its part of it."""
+        return (2 * index + 1) * self.length // (2 * len(self._places))
+
     def begins_with(self, step: int) -> bool:
-        """Whether it is the first of its round."""
-        return step == self._begin + 1
+        """Whether it has the first look of its round."""
+        return step == self._begin + 1 + self._place(0)
 
     def look(self, step: int) -> Look | None:
         """Called for every step, in order."""
         if step > self._begin + self.length:
-            self._begin, self._rounds = step - 1, self._rounds + 1
+            self._begin, self._rounds, self.length = step - 1, self._rounds + 1, self.next_length
         if step == self._again or step <= self._whole_until:
             return Look(step, frozenset(self._spec.names), again=step == self._again)
-        place, count = step - self._begin - 1, len(self._places)
-        due = [names for index, names in enumerate(self._places) if index * self.length // count == place]
+        place = step - self._begin - 1
+        due = [names for index, names in enumerate(self._places) if self._place(index) == place]
         first = BLOCKS * self._rounds
         blocks = tuple(self._blocks[(first + each) % len(self._blocks)] for each in range(BLOCKS) if self._blocks)
         return Look(step, frozenset().union(*due), blocks) if due else None
@@ -101,6 +105,7 @@ class Clock:
         self._beside = 0.0
         """Of checks, between steps."""
         self._rounds: deque[float] = deque(maxlen=REMEMBERED)
+        self._calls = 0
         self._last = 0
         """The step that was looked at last."""
 
@@ -117,8 +122,10 @@ class Clock:
         self._beside += seconds
 
     def next_length(self) -> int:
-        """Of the round that begins, in steps: as many as keep checks below their share of the time."""
-        if self._looked and self._plain:
+        """Of the next round, in steps: as many as keep checks below their share of the time. Called at the first look
+        of each round; the first time not all of a round has been seen."""
+        self._calls += 1
+        if self._calls > 1 and self._looked and self._plain:
             step = median(self._plain)
             more = sum(self._looked) - len(self._looked) * step + self._beside
             self._rounds.append(more / step)

@@ -5,7 +5,7 @@ a gradient moves."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.zero import OptimizerShard
 from cuboid.training.checks.check import Looks, from_all, sampled_places
 from cuboid.training.checks.turns import Look
-from cuboid.training.checks.words import UNKNOWN, Located, module_of
+from cuboid.training.checks.words import UNKNOWN, Located, module_of, step_and_decay
 from cuboid.training.learning_rate import learning_rate
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import StepResult
@@ -40,7 +40,7 @@ class Updates(Looks):
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         self._engine, self._optimizer = engine, optimizer
         self._before: dict[str, Sampled] = {}
-        self._norm = self._scale = 0.0
+        self._norm = self._own_norm = self._scale = 0.0
         self._taken = 0
         self._dtype = engine.units[0].accumulate
         self._look: Look | None = None
@@ -52,6 +52,9 @@ class Updates(Looks):
         optimizer = self._optimizer
         self._norm, self._scale, self._taken = result.gradient_norm, result.loss_scale or 1.0, optimizer.steps_taken
         self._before = self._sampled()
+        if self._look is not None and self._look.is_whole:
+            norms = torch._foreach_norm([shard.gradient for shard in self._shards()], 2, torch.float64)
+            self._own_norm = math.hypot(*map(float, norms)) / self._scale
 
     def _shards(self) -> list[OptimizerShard]:
         """Those that an optimizer updates."""
@@ -63,12 +66,12 @@ class Updates(Looks):
         kept: list[tuple[str, str, Tensor]] = []
         for shard in self._shards():
             name, size = shard.part.name, shard.stop - shard.start
-            kept += [(name, "weights", _weights(shard, size)), (name, "gradient", _of(shard.gradient, size))]
+            kept += [(name, "weights", _weights(shard, size)), (name, "gradient", _sampled(shard.gradient, size))]
             state = self._optimizer.state_of(shard).items()
-            kept += [(name, kind, _of(x, size)) for kind, x in state if x.numel() == size]
+            kept += [(name, kind, _sampled(x, size)) for kind, x in state if x.numel() == size]
         if not kept:
             return {}
-        values = torch.cat([x.to(self._engine.device) for *_, x in kept]).cpu()
+        values = torch.cat([x.to(self._engine.device) for *_, x in kept]).cpu().double()
         found: dict[str, dict[str, Tensor]] = {}
         parts = torch.split(values, [len(x) for *_, x in kept])
         for (name, kind, _), x in zip(kept, parts, strict=True):
@@ -78,11 +81,36 @@ class Updates(Looks):
         }
 
     def judge(self, engine: Engine, optimizer: Optimizer, step: int) -> list[Located]:
-        now = self._sampled()
-        found = []
-        for shard in self._shards():
-            found += list(self._wrong(shard, self._before[shard.part.name], now[shard.part.name], step))
+        now, shards = self._sampled(), self._shards()
+        found: list[Located] = []
+        if shards and not self._are_right(shards, now, step):
+            for shard in shards:
+                found += list(self._wrong(shard, self._before[shard.part.name], now[shard.part.name], step))
         return from_all(engine, found)
+
+    def _are_right(self, shards: list[OptimizerShard], now: dict[str, Sampled], step: int) -> bool:
+        """All at once, where all are AdamW's; else nothing is said."""
+        before, after = ([kept[shard.part.name] for shard in shards] for kept in (self._before, now))
+        spec, run = self._engine.run.optimizer, self._engine.run
+        if spec.is_own or spec.average or not all("exp_avg" in each.state for each in before):
+            return False
+        counts = torch.tensor([len(each.weights) for each in before])
+
+        def spread(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float64).repeat_interleave(counts)
+
+        def together(of: Callable[[Sampled], Tensor]) -> Tensor:
+            return torch.cat([of(each) for each in before])
+
+        state = {kind: together(lambda each, kind=kind: each.state[kind]) for kind in ("exp_avg", "exp_avg_sq")}  # type: ignore[misc]
+        whole = Sampled(together(lambda each: each.weights), together(lambda each: each.gradient), state)
+        rate = learning_rate(run.learning_rate, step - 1, run.training.steps)
+        rates = spread([rate * shard.part.rate_factor for shard in shards])
+        held = 1 - spread([rate * spec.weight_decay * (len(shard.part.full_shape) > 1) for shard in shards])
+        right = self._moved(whole, rates, held)
+        # As for each shard alone, with the bound of the smallest: what is close is looked at once more, one by one.
+        apart = (torch.cat([each.weights for each in after]) - right).abs()
+        return bool((apart <= ALLOWED[self._dtype] * rates + 4 * ROUNDING[self._dtype] * whole.weights.abs()).all())
 
     def _wrong(self, shard: OptimizerShard, before: Sampled, now: Sampled, step: int) -> Iterator[Located]:
         spec, run = self._engine.run.optimizer, self._engine.run
@@ -114,10 +142,29 @@ class Updates(Looks):
         moments: bool = True,
         corrects: bool = True,
         decays: bool | None = None,
+        by_own_norm: bool = False,
     ) -> Tensor:
         """Weights after the update, or after one that lacks something."""
+        if decays is None:
+            decays = len(shard.part.full_shape) > 1
+        decay = self._engine.run.optimizer.weight_decay if decays else 0.0
+        held = 1 - rate / shard.part.rate_factor * decay
+        return self._moved(before, rate, held, clips, moments, corrects, by_own_norm)
+
+    def _moved(
+        self,
+        before: Sampled,
+        rate: float | Tensor,
+        held: float | Tensor,
+        clips: bool = True,
+        moments: bool = True,
+        corrects: bool = True,
+        by_own_norm: bool = False,
+    ) -> Tensor:
+        """`held`: what decay leaves of the weights."""
         spec, clip = self._engine.run.optimizer, self._engine.run.training.gradient_clip
-        scale = min(1.0, clip / (self._norm + 1e-6)) if clip > 0 and clips else 1.0
+        norm = self._own_norm if by_own_norm else self._norm
+        scale = min(1.0, clip / (norm + 1e-6)) if clip > 0 and clips else 1.0
         gradient = before.gradient * scale
         first, second = before.state["exp_avg"] * moments, before.state["exp_avg_sq"] * moments
         first = first + (1 - spec.beta1) * (gradient - first)
@@ -125,9 +172,6 @@ class Updates(Looks):
         done = self._taken + 1 if corrects else 10**7
         mean = first / (1 - spec.beta1**done)
         root = second.sqrt() / math.sqrt(1 - spec.beta2**done) + spec.epsilon
-        if decays is None:
-            decays = len(shard.part.full_shape) > 1
-        held = 1 - rate / shard.part.rate_factor * spec.weight_decay if decays else 1.0
         return before.weights * held - rate * mean / root
 
     def _cause(self, before: Sampled, after: Tensor, right: Tensor, rate: float, shard: OptimizerShard) -> str:
@@ -139,6 +183,7 @@ class Updates(Looks):
         hypotheses = (
             ("not updated", before.weights),
             ("not clipped", self._adamw(before, rate, shard, clips=False)),
+            ("clipped by the norm of this rank's own gradients", self._adamw(before, rate, shard, by_own_norm=True)),
             ("moments were lost: those of the steps before are zero", self._adamw(before, rate, shard, moments=False)),
             ("no bias correction", self._adamw(before, rate, shard, corrects=False)),
             (decay, self._adamw(before, rate, shard, decays=not is_matrix)),
@@ -147,9 +192,10 @@ class Updates(Looks):
             if float((after - made).norm()) <= 0.02 * apart:
                 return told
         moved, should = after - before.weights, right - before.weights
-        factor = float((moved * should).sum() / should.square().sum().clamp(min=1e-300))
-        if float((moved - factor * should).norm()) <= 0.02 * apart:
-            return f"factor {factor:.4g} of the update: another learning rate"
+        decayed = -rate / shard.part.rate_factor * self._engine.run.optimizer.weight_decay * before.weights * is_matrix
+        told = step_and_decay(moved, should - decayed, decayed, 0.02)
+        if told:
+            return told
         return f"{UNKNOWN}; moments or gradient of another shard, or of another step"
 
     def _wrong_average(self, shard: OptimizerShard, before: Sampled, now: Sampled, step: int) -> Iterator[Located]:
@@ -182,12 +228,8 @@ def _sampled(x: Tensor, size: int) -> Tensor:
     return x.detach().flatten()[sampled_places(size, x.device)]
 
 
-def _of(x: Tensor, size: int) -> Tensor:
-    return _sampled(x, size).double()
-
-
 def _weights(shard: OptimizerShard, size: int) -> Tensor:
     if not shard.is_halved or shard.weight is None:
-        return _of(shard.kept, size)
+        return _sampled(shard.kept, size)
     kept = _sampled(shard.kept, size).to(shard.weight.device)
-    return join_halves(_sampled(shard.weight.view(torch.int16), size), kept).double()
+    return join_halves(_sampled(shard.weight.view(torch.int16), size), kept)

@@ -6,7 +6,7 @@ A cause is a hypothesis that is computed and compared with what was observed."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +16,8 @@ from torch import Tensor
 from cuboid.spec.run import Run
 
 UNKNOWN = "unknown: nothing that was tried explains it"
+DRIFTED = "copies differ"
+RATE = "the update is too large or too small, as another learning rate makes it"
 Hypothesis = tuple[str, Callable[[], Tensor | None]]
 """What is told, and what would have been observed."""
 
@@ -89,6 +91,38 @@ def named_factor(factor: float, run: Run, micro_batches: int, exact: bool = True
 def fitted_factor(observed: Tensor, right: Tensor) -> float:
     square = float((right.double() ** 2).sum())
     return float((observed.double() * right.double()).sum()) / square if square else math.nan
+
+
+def count_named(extra: float, among: float, counts: Collection[int], close: float) -> str:
+    """How often something is counted in a sum that has `extra` more than it should; `among`: what counting it once is.
+    Empty: not a number of times that a layout makes."""
+    if not among:
+        return ""
+    for count in sorted(counts):
+        for times, told in ((count, f"{count}"), (1 / count, f"1/{count}")):
+            if count > 1 and abs(extra - (times - 1) * among) <= close * abs(extra):
+                return f"counted {told} times"
+    return "not counted" if abs(extra + among) <= close * abs(extra) else ""
+
+
+def step_and_decay(observed: Tensor, step: Tensor, decay: Tensor, close: float) -> str:
+    """Why weights moved otherwise than by `step` and `decay` together: one of them, or both, by a factor."""
+    both = torch.stack((step.flatten(), decay.flatten())).double()
+    if not bool(both[1].any()):
+        factor = fitted_factor(observed, step)
+        explains = float((observed - factor * step).norm()) <= close * float((observed - step).norm())
+        return f"{RATE}: factor {factor:.4g}" if explains else ""
+    found = torch.linalg.lstsq(both.T, observed.flatten().double().unsqueeze(1)).solution.flatten()
+    apart = float((observed.flatten() - found @ both).norm())
+    if not apart <= close * float((observed - step - decay).norm()):
+        return ""
+    of_step, of_decay = found.tolist()
+    near = max(close, 1e-6)
+    if abs(of_step - 1) <= near:
+        return f"weight decay is applied {of_decay:.4g} times"
+    if abs(of_step - of_decay) <= near * abs(of_step):
+        return f"{RATE}: factor {of_step:.4g}"
+    return f"{RATE}: factor {of_step:.4g}, and weight decay {of_decay:.4g} times"
 
 
 # Sums over ranks and micro-batches.
