@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from cuboid.spec.sharding import places_of
+from cuboid.training.checks.masks import Attend, wrong_masks
 from cuboid.training.checks.words import UNKNOWN, Hypothesis, Located
 from cuboid.verification.causes import activation_cause, first_cause
 from cuboid.verification.evidence import Error, Evidence, Seen
@@ -122,98 +122,23 @@ def _attention_cause(evidence: Evidence, name: str, rank: int, micro_batch: int,
 def _masks(evidence: Evidence, name: str, rank: int, micro_batch: int) -> Iterator[Hypothesis]:
     prefix = name.removesuffix(".mixed")
     run, place, length = evidence.run, evidence.place(rank), evidence.run.training.sequence
-    layer = int(prefix.split(".")[1])
-    window = run.model.window_of(layer)
     samples = list(evidence.sample_places(place.dp, micro_batch))
     notes = evidence.samples[0].notes.forward
-    source = evidence.source
     own = torch.cat([torch.arange(part.start, part.stop) for part in places_of(place.cp, run.layout.cp, length)])
-    is_own = torch.zeros(length, dtype=torch.bool)
-    is_own[own] = True
-    holder = torch.zeros(length, dtype=torch.int64)
-    for index in range(run.layout.cp):
-        for part in places_of(index, run.layout.cp, length):
-            holder[part.start : part.stop] = index
-    distance = torch.arange(length).unsqueeze(1) - torch.arange(length)
-    causal = distance >= 0
-    sinks = evidence.before(evidence.traces[0], evidence.step).get(f"{prefix}.sinks")
+    held = evidence.before(evidence.traces[0], evidence.step).get(f"{prefix}.sinks")
+    sinks = None if held is None else held.double()
 
-    def seen_with(
-        documents: bool, mask: Tensor, with_sinks: bool = True, shuffle: Callable[[Tensor], Tensor] | None = None
-    ) -> Tensor:
+    def seen_with(attend: Attend) -> Tensor:
         made = []
         for sample in samples:
-            allowed = mask
-            if documents and run.data.attention_within_documents:
-                ids = source.documents_at(sample)
-                allowed = mask & (ids.unsqueeze(1) == ids)
-            parts = [notes[f"{prefix}.{part}", sample][0].double() for part in PARTS[:3]]
-            if shuffle is not None:
-                parts = [parts[0], shuffle(parts[1]), shuffle(parts[2])]
-            drawn = sinks.double() if sinks is not None and with_sinks else None
-            made.append(_attend(parts[0], parts[1], parts[2], allowed, drawn)[own])
+            query, key, value = (notes[f"{prefix}.{part}", sample][0].double() for part in PARTS[:3])
+            ids = evidence.source.documents_at(sample) if run.data.attention_within_documents else None
+            made.append(attend(query, key, value, ids, sinks)[own])
         mixed = torch.cat(made)
-        heads = mixed.shape[1]
-        return mixed.chunk(run.layout.tp, 1)[place.tp] if run.layout.tp > 1 and heads > 1 else mixed
+        return mixed.chunk(run.layout.tp, 1)[place.tp] if run.layout.tp > 1 and mixed.shape[1] > 1 else mixed
 
-    inside = causal & (distance < window) if window else causal
-
-    def shuffled(shuffle: Callable[[Tensor], Tensor]) -> Tensor:
-        """With keys and values in another order."""
-        return seen_with(True, inside, shuffle=shuffle)
-
-    if run.data.attention_within_documents:
-        yield "documents ignored: tokens see those of documents before their own", lambda: seen_with(False, inside)
-    if window:
-        yield "window ignored: every token before is seen", lambda: seen_with(True, causal)
-        for off in (1, -1):
-            yield (
-                f"the window is {window + off} tokens in place of {window}",
-                lambda off=off: seen_with(True, causal & (distance < window + off)),  # type: ignore[misc]
-            )
-        yield "window and documents ignored", lambda: seen_with(False, causal)
-    if sinks is not None:
-        yield "sinks ignored", lambda: seen_with(True, inside, with_sinks=False)
-    yield "mask ignored: tokens after are seen", lambda: seen_with(True, torch.ones_like(causal))
-    yield "tokens do not see themselves: the mask is off by one", lambda: seen_with(True, inside & (distance > 0))
-    heads, kv_heads = (notes[f"{prefix}.{part}", samples[0]].shape[2] for part in PARTS[:2])
-    if kv_heads < heads:
-        copies = heads // kv_heads
-        told = "query heads read other key-value heads: these are repeated in another order"
-        for count in range(2, copies + 1):
-            if copies % count == 0:
-                yield told, lambda count=count: shuffled(lambda x: x.repeat(1, count, 1))  # type: ignore[misc]
-    if run.layout.cp > 1:
-        size = run.layout.cp
-        held = [[torch.tensor(part) for part in places_of(each, size, length)] for each in range(size)]
-        by_half = torch.cat([chunks[half] for half in range(2) for chunks in held])
-        for order in (by_half, torch.cat([torch.cat(chunks) for chunks in held])):
-            told = "keys and values of chunks of the sequence in the wrong order"
-            yield told, lambda order=order: shuffled(lambda x: x[order])  # type: ignore[misc]
-        yield (
-            "only keys of the rank's own chunks are seen: those of other cp ranks are missing",
-            lambda: seen_with(True, inside & is_own),
-        )
-        for other in range(run.layout.cp):
-            if other != place.cp:
-                yield (
-                    f"keys of cp rank {other} are missing",
-                    lambda other=other: seen_with(True, inside & (holder != other)),  # type: ignore[misc]
-                )
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
-    """(length, heads, head_dim) each; fewer key-value heads serve several query heads."""
-    copies = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(query.shape[2])
-    scores = scores.masked_fill(~mask, -math.inf)
-    if sinks is not None:
-        extra = sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)
-        weights = torch.cat((scores, extra), -1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights.nan_to_num(), value)
+    for told, attend in wrong_masks(run, int(prefix.split(".")[1]), place.cp, sinks is not None):
+        yield told, lambda attend=attend: seen_with(attend)  # type: ignore[misc]
 
 
 def _backward_of_attention(evidence: Evidence, name: str, rank: int, micro_batch: int, seen: Seen) -> str:

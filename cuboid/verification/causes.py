@@ -13,6 +13,9 @@ from cuboid.spec.ranks import groups
 from cuboid.training.checks.words import UNKNOWN, Axes, Hypothesis, fitted_factor, listed, named_factor
 from cuboid.verification.evidence import Evidence, Seen, size
 
+MANY = 4096
+"""Tokens or heads that are compared each with each."""
+
 
 def first_cause(hypotheses: Iterator[Hypothesis], seen: Seen, evidence: Evidence, kind: str) -> str:
     """In 16 bits several may come near: the nearest, of those that are much the same the first."""
@@ -92,6 +95,8 @@ def activation_cause(evidence: Evidence, kind: str, name: str, rank: int, micro_
         or (first_cause(_added(evidence, name, seen), seen, evidence, kind) if kind == "forward" else "")
         or first_cause(_elsewhere(evidence, kind, name, rank, micro_batch), seen, evidence, kind)
         or _of_each_token(evidence, seen, kind)
+        or _in_another_order(evidence, seen, kind)
+        or _dropped_cause(evidence, seen)
         or _rotation_cause(evidence, name, seen)
         or _which_tokens(evidence, seen, kind)
     )
@@ -163,9 +168,38 @@ def _of_each_token(evidence: Evidence, seen: Seen, kind: str) -> str:
     if not evidence.explains((rows[1] * factors.unsqueeze(1)).view(seen.right.shape), seen, kind):
         return ""
     low, high = float(factors.min()), float(factors.max())
+    nothing = ~rows[0].any(1)
+    if bool(nothing.any()) and float((factors[~nothing] - 1).abs().max()) <= (1e-6 if not evidence.is_rounded else 0.1):
+        return f"it is zero for {int(nothing.sum())} of {len(nothing)} tokens: these were masked, or looked up nowhere"
     return (
         f"each token by a factor of its own, {low:.3g} to {high:.3g}: a norm over a part of it, a sum missing over tp"
     )
+
+
+def _in_another_order(evidence: Evidence, seen: Seen, kind: str) -> str:
+    """The same tokens, or the same heads, at other places."""
+    for dimension, told in ((0, "tokens"), (1, "heads")):
+        if seen.observed.ndim <= dimension + 1 or seen.observed.shape[dimension] < 2:
+            continue
+        observed, right = (x.movedim(dimension, 0).flatten(1) for x in (seen.observed, seen.right))
+        if len(observed) > MANY:
+            continue
+        nearest = torch.cdist(observed, right).argmin(1)
+        made = seen.right.index_select(dimension, nearest)
+        if len(set(nearest.tolist())) > 1 and evidence.explains(made, seen, kind):
+            return f"its {told} are in another order, or come from other places"
+    return ""
+
+
+def _dropped_cause(evidence: Evidence, seen: Seen) -> str:
+    """Elements that neither dropped are equal, and others were dropped."""
+    if not evidence.run.training.dropout:
+        return ""
+    both = (seen.observed != 0) & (seen.right != 0)
+    apart = seen.observed - seen.right
+    if not both.any() or size(apart * both) > (1e-6 if not evidence.is_rounded else 0.1) * size(apart):
+        return ""
+    return "dropout drops other elements: the mask of other tokens, of another pass, or with another seed"
 
 
 def _rotation_cause(evidence: Evidence, name: str, seen: Seen) -> str:

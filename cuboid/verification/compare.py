@@ -87,7 +87,8 @@ def _observe(run: Run, rank: int, recorded: int | None = None) -> tuple[Trace | 
             trace.z_losses.append(result.z_loss)
         trace.prediction_losses += result.prediction_losses
         trace.gradient_norms.append(result.gradient_norm)
-        trace.gradients.append(whole(engine, lambda shard: shard.gradient, result.loss_scale or 1.0))
+        padding: set[str] = set()
+        trace.gradients.append(whole(engine, lambda shard: shard.gradient, result.loss_scale or 1.0, padding))
         if recorder is not None and step == recorded:
             recorder.detach()
             recorder.see_gradients(result.loss, result.gradient_norm, result.loss_scale or 1.0)
@@ -97,12 +98,13 @@ def _observe(run: Run, rank: int, recorded: int | None = None) -> tuple[Trace | 
         if engine.ledger is not None:
             surprises = gathered(engine, unforeseen(run.of_batch(step), rank, engine.ledger.take()))
             trace.unforeseen += [f"rank {place} {line}" for place, lines in surprises for line in lines]
-        trace.parameters.append(whole(engine, lambda shard: shard.master))
+        trace.parameters.append(whole(engine, lambda shard: shard.master, padding=padding))
         if run.optimizer.average:
             averages = whole(engine, lambda shard: optimizer.state_of(shard)[AVERAGE])
             trace.averages.append({f"{AVERAGE}/{name}": average for name, average in averages.items()})
         found = [f"rank {place} {line}" for place, lines in gathered(engine, _not_as_kept(engine)) for line in lines]
         found += [str(deviation) for deviation in deviations(engine, optimizer)]
+        found += [f"{name}: padding is not zero" for name in sorted(padding)]
         trace.deviations.append(found)
     records: list[tuple[int, RankRecord]] = []
     if recorder is not None:
@@ -127,8 +129,11 @@ def _not_as_kept(engine: Engine) -> list[str]:
     return found
 
 
-def whole(engine: Engine, of: Callable[[OptimizerShard], Tensor], factor: float = 1.0) -> Tensors:
-    """`of`: what is taken of each optimizer shard. `factor`: what it is multiplied by."""
+def whole(
+    engine: Engine, of: Callable[[OptimizerShard], Tensor], factor: float = 1.0, padding: set[str] | None = None
+) -> Tensors:
+    """`of`: what is taken of each optimizer shard. `factor`: what it is multiplied by. `padding`: as `assemble` has
+    it."""
     own: Contribution = []
     for optimizer_shard in counted_shards(engine):
         held = of(optimizer_shard)
@@ -141,7 +146,7 @@ def whole(engine: Engine, of: Callable[[OptimizerShard], Tensor], factor: float 
             )
         )
     found = gathered(engine, own)
-    return assemble([contribution for _, contribution in found]) if found else {}
+    return assemble([contribution for _, contribution in found], padding) if found else {}
 
 
 def gathered(engine: Engine, own: Any) -> list[tuple[int, Any]]:
@@ -155,14 +160,15 @@ def gathered(engine: Engine, own: Any) -> list[tuple[int, Any]]:
     return list(enumerate(gathered or ()))
 
 
-def assemble(contributions: list[Contribution]) -> Tensors:
+def assemble(contributions: list[Contribution], padding: set[str] | None = None) -> Tensors:
     """Put shards in their places. An element that nobody holds, or two hold, or padding that is not zero, is an
-    error."""
+    error. `padding`: gets the names of those whose padding is not zero, where that is no error."""
+    padded: set[str] = set()
     local: dict[tuple[str, int], tuple[Part, Tensor, Tensor]] = {}
     for part, start, stop, values in (item for contribution in contributions for item in contribution):
         if part.slice.start == part.slice.stop:  # more tensor ranks than vocabulary rows: nothing but padding
             if bool(values.any()):
-                raise AssertionError(f"{part.name}: padding is not zero")
+                padded.add(part.name)
             continue
         key = (part.name, part.slice.start)
         if key not in local:
@@ -178,13 +184,17 @@ def assemble(contributions: list[Contribution]) -> Tensors:
         real = cut.stop - cut.start
         shaped = values.view(part.shape)
         if bool(shaped.narrow(cut.dimension, real, cut.length - real).any()):
-            raise AssertionError(f"{part.name}: padding is not zero")
+            padded.add(part.name)
         target = whole.setdefault(part.name, values.new_zeros(part.full_shape))
         target.narrow(cut.dimension, cut.start, real).copy_(shaped.narrow(cut.dimension, 0, real))
         filled[part.name] = filled.get(part.name, 0) + real * target.numel() // part.full_shape[cut.dimension]
     for name, count in filled.items():
         if count != whole[name].numel():
             raise AssertionError(f"{name}: {count} of {whole[name].numel()} elements are held")
+    if padded and padding is None:
+        raise AssertionError(f"{', '.join(sorted(padded))}: padding is not zero")
+    if padding is not None:
+        padding |= padded
     return whole
 
 

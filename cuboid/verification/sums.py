@@ -14,6 +14,7 @@ from cuboid.training.checks.words import (
     Axes,
     Hypothesis,
     Located,
+    count_named,
     fitted_factor,
     module_of,
     named_factor,
@@ -368,11 +369,9 @@ def _norm_cause(evidence: Evidence, observed: float, right: float) -> str:
     if observed == observed and extra:
         for told, wanted in kinds.items():
             among = sum(square for name, square in squares.items() if name in parts and wanted(parts[name]))
-            for count in sorted({2, *(_counts(evidence))}):
-                if among and abs(extra - (count - 1) * among) <= close * abs(extra):
-                    return f"{told} are counted {count} times"
-            if among and abs(extra + among) <= close * abs(extra):
-                return f"{told} are not counted"
+            times = count_named(extra, among, {2, *_counts(evidence)}, close)
+            if times:
+                return f"{told} are {times}"
         for stage in range(evidence.run.layout.pp):
             names = {
                 name for record in evidence.ranks if evidence.place(record.rank).pp == stage for name in record.parts

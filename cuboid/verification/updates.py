@@ -12,7 +12,16 @@ from torch import Tensor
 from cuboid.model.initialize import learning_rate_factor
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.ranks import groups
-from cuboid.training.checks.words import UNKNOWN, Hypothesis, Located, fitted_factor, module_of, named_factor
+from cuboid.training.checks.words import (
+    RATE,
+    UNKNOWN,
+    Hypothesis,
+    Located,
+    fitted_factor,
+    module_of,
+    named_factor,
+    step_and_decay,
+)
 from cuboid.training.learning_rate import learning_rate
 from cuboid.verification.causes import first_cause
 from cuboid.verification.evidence import Error, Evidence, Seen, part_of, shard_of, size
@@ -278,14 +287,18 @@ def _update_cause(evidence: Evidence, rank: int, shard: Shard, seen: Seen) -> st
     found = first_cause(hypotheses(), seen, evidence, "forward")
     if found:
         return found
-    # Beside decay, which depends on no gradient.
+    # Decay depends on no gradient.
     rate = learning_rate(run.learning_rate, step, run.training.steps)
-    decay = rate * run.optimizer.weight_decay * before if begun.ndim > 1 else torch.zeros_like(before)
-    observed, right = observed + decay, right + decay
-    factor = fitted_factor(observed, right)
-    if size(observed - factor * right) <= (1e-6 if not evidence.is_rounded else 0.2) * size(observed):
-        named = named_factor(factor, run, evidence.micro_batches, exact=not evidence.is_rounded)
-        return f"the update is too large or too small: {named or f'factor {factor:.4g}'}"
+    decay = -rate * run.optimizer.weight_decay * before if begun.ndim > 1 else torch.zeros_like(before)
+    if not evidence.is_rounded:
+        found = step_and_decay(observed, right - decay, decay, 1e-4)
+    else:
+        factor = fitted_factor(observed - decay, right - decay)
+        if size(observed - decay - factor * (right - decay)) <= 0.2 * size(observed - decay):
+            named = named_factor(factor, run, evidence.micro_batches, exact=False)
+            found = f"{RATE}: {named or f'factor {factor:.4g}'}"
+    if found:
+        return found
     if run.optimizer.is_muon and len(part.full_shape) > 1:
         return "another matrix was orthogonalised: a part of it, or parts in the wrong places"
     return UNKNOWN

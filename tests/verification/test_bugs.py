@@ -20,6 +20,9 @@ SAMPLE = [
     ("weight-gradients-lost", "float64"),  # weight gradient
     ("norm-counts-replicated", "bf16"),  # the norm
     ("stale-weights-zero1", "float64"),  # the update
+    ("heads-come-back-in-another-order", "bf16"),  # forward, a permutation
+    ("decay-twice", "float64"),  # the update, beside decay
+    ("summed-with-other-slices", "float64"),  # padding that is not zero
 ]
 
 
