@@ -1,5 +1,5 @@
-"""When each step of a training has ended, all that follows it included: a callback,
-`python:benchmarks/clock.py:Clock`."""
+"""When each step of a training has ended, all that follows it included, by the wall and by the rank's own CPU time: a
+callback, `python:benchmarks/clock.py:Clock`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from cuboid import Callback
 
 class Clock(Callback):
     def __init__(self) -> None:
-        self._ends: list[float] = []
+        self._ends: list[tuple[float, float]] = []
 
     def on_step_end(self, trainer: Any, step: int) -> None:
-        self._ends.append(time.perf_counter())
+        self._ends.append((time.perf_counter(), time.process_time()))
 
     def on_end(self, trainer: Any) -> None:
-        if trainer.rank == 0:
-            (Path(trainer.run.output.folder) / "clock.json").write_text(json.dumps(self._ends))
+        (Path(trainer.run.output.folder) / f"clock-{trainer.rank}.json").write_text(json.dumps(self._ends))

@@ -32,6 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from at_once import Place
+from false_alarms import MODELS, drawn
 from h200 import SHAPES, VOCABULARY
 from scored import (
     KINDS,
@@ -51,6 +52,7 @@ from scored import (
 
 from cuboid.errors import RankError, UserError
 from cuboid.spec.run import Run
+from cuboid.telemetry.rows import metric_rows
 from cuboid.training.checks.turns import ROUND
 from cuboid.training.checks.words import UNKNOWN
 from cuboid.verification.make import verification_run
@@ -101,40 +103,13 @@ def told(row: Row) -> str:
 
 # Layouts without bugs.
 
-MODELS = ("tiny-llama", "tiny-qwen3", "tiny-gpt2", "tiny-qwen3-moe", "tiny-gpt-oss", "tiny-gemma3", "tiny-deepseek")
-LAYOUTS = (
-    "dp=2,tp=2,zero=2",
-    "dp=2,pp=2,schedule=zb1p",
-    "dp=4,zero=1,shard=2",
-    "cp=2,tp=2",
-    "cp=2,cp_method=ulysses,dp=2,zero=3",
-    "tp=4,sequence_parallel=false",
-    "tp=2,pp=2,schedule=interleaved,vpp=2",
-    "dp=2,recompute=full",
-    "pp=2,schedule=zbv,tp=2",
-    "dp=2,tp=2,cp=2,zero=3",
-)
-SETTINGS = (
-    (),
-    ("optimizer.kind=muon",),
-    ("optimizer.average=0.9",),
-    ("training.dropout=0.1",),
-    ("training.z_loss=1e-3",),
-)
+PRECISIONS = ("float64", "bf16", "float32", "fp16")
 
 
-def right_case(number: int, seed: int) -> tuple[str, str, str, tuple[str, ...]]:
-    source = random.Random(f"{seed}/{number}")
-    model, layout = source.choice(MODELS), source.choice(LAYOUTS)
-    precision = source.choice(("float64", "float32", "bf16", "fp16"))
-    return model, layout, precision, ("model.layers=4", *source.choice(SETTINGS))
-
-
-def attempt_right(place: Place, case: tuple[str, str, str, tuple[str, ...]]) -> Row:
-    model, layout, precision, settings = case
-    row: Row = {"model": model, "layout": layout, "precision": precision, "settings": settings, "begin": time.time()}
+def attempt_right(place: Place, run: Run) -> Row:
+    row: Row = {"model": run.model.name, "layout": str(run.layout), "precision": run.training.precision}
+    run = placed(checked(run, 14, every=6, share=1.0))
     try:
-        run = placed(checked(verification_run(layout, model, settings, dtype=precision), 14, every=6, share=1.0))
         return row | {"alarms": [warning["text"] for warning in warned(place, "warnings_of", run)]}
     except (RankError, UserError) as error:
         return row | {"alarms": [], "refused": str(error)[-1500:]}
@@ -145,28 +120,34 @@ def attempt_right(place: Place, case: tuple[str, str, str, tuple[str, ...]]) -> 
 
 def cost(options: argparse.Namespace) -> Row:
     """Of whole rounds, in plain steps of the same run; and of steps of a run without checks, which may have CUDA
-    graphs, beside the plain ones."""
-    ends, warnings = train(options, EVERY, EVERY + options.rounds * EVERY)
-    seconds = {step: after - before for step, (before, after) in enumerate(pairwise(ends), 2)}
-    # The first round has the start in it. A look makes the next step longer, or shorter where it waited for the device.
-    rounds = range(EVERY, len(ends), EVERY)
-    looks = [place * EVERY // len(ROUND) + 1 for place in range(len(ROUND))]
-    looked = {at + look + after for at in rounds for look in looks for after in (0, 1)}
-    plain = statistics.median(seconds[step] for step in seconds if step > EVERY and step not in looked)
-    pairs = [[seconds[at + look] + seconds[at + look + 1] - 2 * plain for at in rounds] for look in looks]
-    checks = sum(map(statistics.median, pairs))
-    row = {"layout": options.time, "model": options.shape or options.model, "set": options.set, "step_seconds": plain}
-    row |= {"looks_in_steps": [round(statistics.median(each) / plain, 4) for each in pairs]}
-    row |= {"round_in_steps": checks / plain, "share": checks / plain / EVERY, "warnings": warnings}
+    graphs, beside the plain ones. By the wall clock, and by the CPU time of all ranks, which other work on the machine
+    hardly changes."""
+    ends, warnings, losses = train(options, EVERY, EVERY + options.rounds * EVERY)
+    row = {"layout": options.time, "model": options.shape or options.model, "set": options.set, "warnings": warnings}
+    row |= in_rounds(ends["wall"]) | {"cpu": in_rounds(ends["cpu"])}
     if options.beside:
-        ends, _ = train(options, 0, 60)
-        without = statistics.median(after - before for before, after in pairwise(ends[20:]))
-        row |= {"step_seconds_without": without, "longer": (plain + checks / EVERY) / without - 1}
+        ends, _, same = train(options, 0, 40)
+        without = statistics.median(after - before for before, after in pairwise(ends["wall"][15:]))
+        row |= {"loss_40": losses[39], "loss_40_without": same[39]}
+        row |= {"step_seconds_without": without, "longer": row["step_seconds"] * (1 + row["share"]) / without - 1}
     return row
 
 
-def train(options: argparse.Namespace, every: int, steps: int) -> tuple[list[float], list[str]]:
-    """When each step ended, and what was warned of."""
+def in_rounds(ends: list[float]) -> Row:
+    seconds = {step: after - before for step, (before, after) in enumerate(pairwise(ends), 2)}
+    # The first round has the start in it. A look makes the next step longer, or shorter where it waited for the device.
+    rounds = range(EVERY, len(ends), EVERY)
+    looks = [(2 * place + 1) * EVERY // (2 * len(ROUND)) + 1 for place in range(len(ROUND))]
+    looked = {at + look + after for at in rounds for look in looks for after in (0, 1)}
+    plain = statistics.median(seconds[step] for step in seconds if step > EVERY and step not in looked)
+    pairs = [[seconds[at + look] + seconds[at + look + 1] - 2 * plain for at in rounds] for look in looks]
+    checks = sum(map(statistics.median, pairs)) / plain
+    found: Row = {"step_seconds": plain, "looks_in_steps": [round(statistics.median(x) / plain, 4) for x in pairs]}
+    return found | {"round_in_steps": checks, "share": checks / EVERY}
+
+
+def train(options: argparse.Namespace, every: int, steps: int) -> tuple[dict[str, list[float]], list[str], list[float]]:
+    """When each step ended, what was warned of, and the losses."""
     with tempfile.TemporaryDirectory() as folder:
         model = ["--model", options.model]
         if options.shape:
@@ -174,14 +155,18 @@ def train(options: argparse.Namespace, every: int, steps: int) -> tuple[list[flo
             (Path(folder) / "model.toml").write_text("".join(f"{key} = {json.dumps(x)}\n" for key, x in shape.items()))
             model = ["--model", f"{folder}/model.toml"]
         settings = [f"training.steps={steps}", f"checks.every={every}", "checks.share=1", f"output.folder={folder}/run"]
+        settings += ["learning_rate.schedule=constant"]  # so that runs of other lengths are the same
         settings += [f"training.callbacks=python:{Path(__file__).parent / 'clock.py'}:Clock", *options.set]
         start = [sys.executable, "-c", "from cuboid.cli.main import main; main()", "train"]
         command = [*start, *model, "--layout", options.time, *(word for each in settings for word in ("--set", each))]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
-        ends = json.loads((Path(folder) / "run" / "clock.json").read_text())
-        return ends, [line for line in (done.stdout + done.stderr).splitlines() if "check:" in line]
+        ranks = [json.loads(path.read_text()) for path in Path(folder, "run").glob("clock-*.json")]
+        cpu = [sum(cpu for _, cpu in at) for at in zip(*ranks, strict=True)]
+        ends = {"wall": [wall for wall, _ in ranks[0]], "cpu": cpu}
+        warnings = [line for line in (done.stdout + done.stderr).splitlines() if "check:" in line]
+        return ends, warnings, [row["loss"] for row in metric_rows(Path(folder) / "run" / "metrics.jsonl")]
 
 
 def main() -> int:
@@ -210,11 +195,16 @@ def main() -> int:
         add_row(options.json, row)
         return 0
     if options.right or options.layouts:
-        cases = [right_case(number, options.seed) for number in range(options.right)]
+        numbers = random.Random(options.seed)
+        # Models in turn, and precisions once all models had theirs.
+        kinds = [
+            (MODELS[at % len(MODELS)], PRECISIONS[at // len(MODELS) % len(PRECISIONS)]) for at in range(options.right)
+        ]
+        cases = [drawn(numbers, model, precision) for model, precision in kinds]
         for layout in options.layouts:
             model, _, rest = layout.rpartition(":")
-            drawn = tuple(options.set)
-            cases += [(model or "tiny-llama", rest, each, drawn) for each in options.precision if each != "fp8"]
+            for each in options.precision:
+                cases.append(verification_run(rest, model or "tiny-llama", tuple(options.set), dtype=each))
         found = try_cases(cases, options, attempt_right, json.dumps)
         alarms, refused = (sum(bool(row.get(name)) for row in found) for name in ("alarms", "refused"))
         print(f"{len(found)} layouts, {refused} of them refused, {alarms} false alarms")
