@@ -323,7 +323,11 @@ def _work(
         case = make_case(asked.seed, number, scenarios, folder)
         ended = run_case(case, folder, beside)
         if case.what == "closed":
-            (folder / case.file).chmod(0o755)
+            for above, names, _ in os.walk(folder):  # from the top: also what is a copy of the closed one
+                for name in names:
+                    if not os.path.islink(f"{above}/{name}"):
+                        os.chmod(f"{above}/{name}", 0o755)
+            folder.chmod(0o755)
         os.write(out, (json.dumps(asdict(ended)) + "\n").encode())
 
 

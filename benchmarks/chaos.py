@@ -61,8 +61,6 @@ from hosts import Hosts, why_no_hosts
 
 RANKS_KINDS = (*chaos_ranks.INSIDE, *chaos_ranks.OUTSIDE)
 NODES_KINDS = (*chaos_nodes.ANYWHERE, *chaos_nodes.ON_HOSTS)
-IN_ONE_JOB = 10
-"""Faults; to start a job takes as long as one of them."""
 
 
 @dataclass
@@ -94,9 +92,9 @@ class Campaign:
         nodes = (left // 4 if on_ranks else left) if on_nodes else 0
         drawn = _draw_evenly(on_nodes, nodes, draw) + ["leader"] * leaders
         draw.shuffle(drawn)
-        jobs = [("nodes", part) for part in _dealt(drawn, IN_ONE_JOB)]
+        jobs = [("nodes", part) for part in _dealt(drawn, options.each)]
         drawn = _draw_evenly(on_ranks, left - nodes, draw)
-        jobs += [("ranks", part) for part in _dealt(drawn, IN_ONE_JOB)]
+        jobs += [("ranks", part) for part in _dealt(drawn, options.each)]
         return [Planned(number, where, kinds) for number, (where, kinds) in enumerate(jobs)]
 
     def run(self) -> None:
@@ -222,6 +220,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", default="auto", help="nccl or gloo; with a GPU faults of ranks alone are tried")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--each", type=int, default=10, help="faults in one job; to start it takes as long as one")
     parser.add_argument("--jobs", type=int, default=1, help="so many at once")
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no job and no fault of a node begins")
     parser.add_argument("--out", type=Path, help="a folder for chaos.jsonl and logs of failed jobs")

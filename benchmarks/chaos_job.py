@@ -84,20 +84,26 @@ class Job:
         self.supervisors: dict[int, subprocess.Popen[Any]] = {}
         self.began = time.monotonic()
         self._known: dict[int, int | None] = {}
+        self._first_seen: dict[int, float] = {}
 
     def start(self, number: int = 0) -> None:
         self.supervisors[number] = self._starts(number, {**os.environ, MARK: f"{self.mark}.{number}."})
 
     def processes(self, number: int | None = None) -> list[int]:
         """All that live, of one supervisor or all of them."""
-        here = {int(path.name) for path in Path("/proc").glob("[0-9]*")}
-        for gone in set(self._known) - here:
-            del self._known[gone]
+        here, now = {int(path.name) for path in Path("/proc").glob("[0-9]*")}, time.monotonic()
+        for table in (self._known, self._first_seen):
+            for gone in set(table) - here:
+                del table[gone]  # type: ignore[attr-defined]
         for process in here - set(self._known):
             with suppress(OSError):
                 environment = Path(f"/proc/{process}/environ").read_bytes()
                 found = environment.partition(f"{MARK}={self.mark}.".encode())[2].partition(b".")[0]
-                self._known[process] = int(found) if found else None
+                if found:
+                    self._known[process] = int(found)
+                # Between its fork and its exec a process has the environment of who starts it.
+                elif now - self._first_seen.setdefault(process, now) > 10:
+                    self._known[process] = None
         return sorted(
             process for process, found in self._known.items() if found is not None and number in (None, found)
         )

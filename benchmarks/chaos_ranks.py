@@ -107,11 +107,15 @@ class RanksJob:
                     if not self._job.ended:
                         self._strike(kind)
             self._job.finish(told)
+            self._note_struck(folder)
             self._compare(folder, reference)
             if told.problems:
                 shutil.copytree(folder, self._above / f"{name}-failed", dirs_exist_ok=True)
             else:
                 shutil.rmtree(folder)
+        except SystemExit:
+            self._note_struck(folder)
+            raise
         finally:
             self._job.end()
             if self._disk:
@@ -221,16 +225,20 @@ class RanksJob:
             self._kill_a_rank()
         return said
 
-    def _compare(self, folder: Path, reference: Path) -> None:
-        told = self.told
+    def _note_struck(self, folder: Path) -> None:
+        """What ranks did to themselves."""
         # A rank that is lost as it notes its fault, or finds the disk full, leaves an empty file: that is not counted.
         noted = [text for path in sorted(folder.glob("fault-*.json")) if (text := path.read_text())]
-        struck = [json.loads(text) for text in noted]
-        for found in struck:
+        self._struck = [json.loads(text) for text in noted]
+        for found in self._struck:
             fault = found["fault"]
-            told.faults.append(f"{fault['kind']} rank={fault['rank']} step={fault['step']} at={fault['at']}")
+            self.told.faults.append(f"{fault['kind']} rank={fault['rank']} step={fault['step']} at={fault['at']}")
         # `slow` makes no file of its own; it has struck if the run got there
-        told.faults += [f"slow from step {step}" for step, kind in self._planned if kind == "slow"]
+        done = self._job.steps_done
+        self.told.faults += [f"slow from step {step}" for step, kind in self._planned if kind == "slow" and step < done]
+
+    def _compare(self, folder: Path, reference: Path) -> None:
+        told, struck = self.told, self._struck
         if told.problems:
             return
         if last_state(folder) != last_state(reference):

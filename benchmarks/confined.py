@@ -55,4 +55,10 @@ def confine(writable: Sequence[Path]) -> None:
     call("prctl", NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     call("syscall", RESTRICT, rules, 0)
     os.close(rules)
-    call("capset", struct.pack("=Ii", CAPABILITIES, 0), bytes(24))
+    lose_rights()
+
+
+def lose_rights() -> None:
+    """Those of root: what a mode forbids is forbidden then."""
+    if ctypes.CDLL(None).capset(struct.pack("=Ii", CAPABILITIES, 0), bytes(24)) != 0:
+        raise OSError("capset: the rights of root cannot be given up")

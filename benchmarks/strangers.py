@@ -15,6 +15,7 @@ and what is injected."""
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import random
@@ -34,6 +35,8 @@ from typing import Any
 from hosts import Hosts, why_no_hosts
 
 PORT = 29400
+SET_ADDRESS = 0x8916
+"""SIOCSIFADDR of Linux."""
 FIELDS = [
     "training.global_batch=12",
     "training.sequence=64",
@@ -74,8 +77,13 @@ class Here:
 
     def __init__(self, count: int) -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent
-            self._address: str = probe.getsockname()[0]
+            try:
+                probe.connect(("192.0.2.1", 9))  # nothing is sent
+                self._address: str = probe.getsockname()[0]
+            except OSError:  # no network at all: loopback gets one more address, which counts as another's
+                self._address = "10.83.0.1"
+                asked = struct.pack("16sHH4s8x", b"lo:1", socket.AF_INET, 0, socket.inet_aton(self._address))
+                fcntl.ioctl(probe, SET_ADDRESS, asked)
         self._started: list[list[subprocess.Popen[Any]]] = [[] for _ in range(count)]
 
     def __enter__(self) -> Here:

@@ -14,7 +14,7 @@ import re
 import stat
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import date
 from datetime import time as clock
 from functools import partial
@@ -67,6 +67,14 @@ class Missing(Unreadable):
 
 # Plain files, as bytes and text.
 
+_SOURCES: set[tuple[int, int]] = set()
+"""Device and number of each file that was opened to be read, by the command that runs."""
+
+
+def forget_sources() -> None:
+    """Another command begins."""
+    _SOURCES.clear()
+
 
 def open_plain(path: str | Path, instead: str = "name an existing file") -> BinaryIO:
     """A file to read, which is a file and neither a folder, a FIFO, a socket nor a device."""
@@ -79,10 +87,11 @@ def open_plain(path: str | Path, instead: str = "name an existing file") -> Bina
         raise Unreadable(path, f"cannot be read: {problem.strerror}", instead) from None
     except ValueError:
         raise Missing(repr(str(path)), "is no path: it holds a NUL or half a character", instead) from None
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode):
+    facts = os.fstat(handle)
+    if not stat.S_ISREG(facts.st_mode):
         os.close(handle)
-        raise Unreadable(path, f"is {kind_of(mode)}, not a file", instead)
+        raise Unreadable(path, f"is {kind_of(facts.st_mode)}, not a file", instead)
+    _SOURCES.add((facts.st_dev, facts.st_ino))
     return os.fdopen(handle, "rb")
 
 
@@ -433,6 +442,7 @@ def check_output(output: Path) -> None:
     from tempfile import TemporaryFile
 
     with _refused(output):
+        _keep_sources(output)
         if output.is_fifo():  # whoever reads from it would take the end of this for the end of all
             return
         with _open_output(output, os.O_APPEND) if output.exists() else TemporaryFile(dir=output.parent):
@@ -441,8 +451,18 @@ def check_output(output: Path) -> None:
 
 def write_output(output: Path, text: str) -> None:
     """Write the file of `--output`."""
-    with _refused(output), _open_output(output, os.O_CREAT | os.O_TRUNC) as file:
-        file.write(text.encode())
+    with _refused(output):
+        _keep_sources(output)
+        with _open_output(output, os.O_CREAT | os.O_TRUNC) as file:
+            file.write(text.encode())
+
+
+def _keep_sources(output: Path) -> None:
+    """What a command was given stays."""
+    with suppress(FileNotFoundError):
+        facts = output.stat()
+        if (facts.st_dev, facts.st_ino) in _SOURCES:
+            raise UserError(f"output={output} is a file that this command reads; use another name")
 
 
 def _open_output(output: Path, flags: int) -> BinaryIO:

@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 import cuboid
 from cuboid.cli.plain_values import PlainCommand, plain_first
 from cuboid.errors import RankError, UserError, either, nearest_names, one_sentence
+from cuboid.readers import forget_sources
 
 VERBS = {
     "plan": "Find the best layouts of a model on a cluster.",
@@ -159,6 +160,7 @@ def _print_no_more() -> None:
 
 
 def _run(arguments: list[str]) -> int:
+    forget_sources()
     _check_text(arguments)
     verb = _verb(arguments)
     if verb is not None and verb not in VERBS:

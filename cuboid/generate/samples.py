@@ -33,7 +33,13 @@ def prompts_of(run: Run) -> tuple[list[Prompt], Words]:
         make_prompt(number, text, words, run.model.vocab, f"samples.prompts[{number}]")
         for number, text in enumerate(run.samples.prompts)
     ]
+    make_requests(found, sampling_of(run), run.model)
     return found, words
+
+
+def sampling_of(run: Run) -> SamplingSpec:
+    wishes = run.samples
+    return SamplingSpec(max_tokens=wishes.max_tokens, temperature=wishes.temperature, seed=run.training.seed)
 
 
 class Sampler:
@@ -44,10 +50,7 @@ class Sampler:
         run, groups = engine.run, engine.groups
         self._context = context_group(groups, run.layout, groups.world.index)
         self._prompts, self._words = prompts_of(run)
-        wishes = run.samples
-        self._sampling = SamplingSpec(
-            max_tokens=wishes.max_tokens, temperature=wishes.temperature, seed=run.training.seed
-        )
+        self._sampling = sampling_of(run)
         self._requests = make_requests(self._prompts, self._sampling, run.model)
         self._spec = GenerationSpec(
             model=run.model,

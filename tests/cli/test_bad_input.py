@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from cuboid.cli.main import VERBS as MODULES
 from cuboid.cli.main import main
 from cuboid.spec.run import build_run, dump_run
 from tests.launch.ports import free_port
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from confined import lose_rights
 
 ROWS = [{"step": step, "loss": 6.0, "gradient_norm": 1.0, "seconds": 0.1, "tokens": 64} for step in (1, 2, 3)]
 SIZES = {"steps": 4, "global_batch": 2, "sequence": 32, "device": "cpu"}
@@ -131,6 +135,59 @@ def test_a_run_does_not_wait_for_a_fifo_in_the_place_of_its_log(
 ) -> None:
     os.mkfifo(run_folder / name)
     assert f"{name} is a FIFO, not a file" in refusal(VERBS["train"], capsys)
+
+
+@pytest.mark.parametrize("closed", ["checkpoints/step-00000002", "hang-00001"])
+def test_what_cannot_be_removed_costs_no_run(run_folder: Path, closed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a process without the rights of root, as most users are."""
+    (run_folder / closed).mkdir(parents=True)
+    (run_folder / closed).chmod(0o555)
+    before = listing(run_folder)
+    child = os.fork()
+    if not child:
+        status = 70
+        with suppress(BaseException):
+            lose_rights()
+            status = main([*VERBS["train"], "--overwrite"])
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert listing(run_folder) == before
+
+
+def test_a_folder_that_is_no_run_is_not_cleared(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_folder / "run.toml").rename("run.toml")
+    job = ["train", "run.toml", "--overwrite"]
+    assert "has metrics.jsonl and no run.toml, so that it may not be a run's" in refusal(job, capsys)
+    (run_folder / "metrics.jsonl").rename(run_folder / "mine.jsonl")
+    (run_folder / "secret").write_text("mine")
+    assert main([*job, "--set", "training.steps=1", "--set", "training.sequence=8"]) == 0
+    assert (run_folder / "secret").read_text() == "mine" and (run_folder / "mine.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "report run --no-search -o run/run.toml",
+        "report run --no-search -o run/metrics.jsonl",
+        "plan model.toml h100x8 --global-batch 8 --seq 64 -o model.toml",
+        "plan model.toml h100x8 --global-batch 8 --seq 64 -o linked.toml",
+        "launch slurm run/run.toml --gpus-per-node 1 --set checkpoint.every=100 -o run/run.toml",
+    ],
+)
+def test_what_a_command_reads_it_does_not_write_over(
+    run_folder: Path, arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("model.toml").write_text('base = "tiny-llama"\n')
+    Path("linked.toml").symlink_to("model.toml")
+    assert "is a file that this command reads; use another name" in refusal(arguments.split(), capsys)
+
+
+def test_prompts_that_leave_no_room_are_refused_before_anything_is_written(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = f'samples.prompts=["{"x" * 5000}"]'
+    job = [*VERBS["train"], "--set", "samples.every=1", "--set", prompts, "--set", "output.folder=new"]
+    assert "leaves no room behind it" in refusal(job, capsys)
 
 
 @pytest.mark.parametrize("text", ["4\x00e54", "../../elsewhere", "one\ntwo"])
