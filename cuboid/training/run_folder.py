@@ -55,6 +55,8 @@ WRITTEN = (
     "samples.jsonl",
     "profile",
 )
+UNSEEN = (IDENTITY, SECRET, LEADERS)
+"""Of these, what a run may leave behind that never began."""
 CONTINUED = ("metrics.jsonl", EXPERTS, "timing-*.jsonl", "tracked.jsonl")
 """Of these, what has rows of which a resumed run keeps the first."""
 REPORTS = "failure-*.txt"
@@ -251,11 +253,24 @@ def _check_cleared(run: Run, take_over: bool) -> None:
             f"checkpoint.folder={place} is that of {other.named}, whose checkpoints --overwrite would remove; use "
             "another checkpoint.folder, or --take-over too"
         )
+    folder = Path(run.output.folder)
+    if not (folder / RUN_FILE).exists():
+        for path in (path for pattern in WRITTEN if pattern not in UNSEEN for path in folder.glob(pattern)):
+            raise UserError(
+                f"output.folder={folder} has {path.name} and no {RUN_FILE}, so that it may not be a run's to "
+                "overwrite; remove it, or use another folder"
+            )
+    kept = Path(run.checkpoint.folder or folder / "checkpoints") if "://" not in run.checkpoint.folder else folder
+    written = [path for pattern in WRITTEN for path in folder.glob(pattern) if path.is_dir() and not path.is_symlink()]
+    for path in (kept, *written):
+        for above, _, _ in os.walk(path) if path != folder else ():
+            if not os.access(above, os.R_OK | os.W_OK | os.X_OK):  # half of a run would be gone
+                raise UserError(f"{above} cannot be removed: Permission denied; change its mode, or use another folder")
 
 
 def _clear(run: Run, folder: Path) -> None:
     place = checkpoint_folder(run)
-    for pattern in (*WRITTEN, REPORTS):
+    for pattern in (*WRITTEN, REPORTS) if (folder / RUN_FILE).exists() else (IDENTITY, LEADERS):
         _remove(folder, pattern)
     own(run, place)  # first, so that the folder of which the lock is held is not removed
     clear(place)
@@ -263,7 +278,7 @@ def _clear(run: Run, folder: Path) -> None:
 
 def _remove(folder: Path, pattern: str) -> None:
     for path in folder.glob(pattern):
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
