@@ -248,20 +248,22 @@ def _feed_forward(
     return up + _multiply(rates, rows, width, shape.hidden, wide)
 
 
-ROUNDED = 3.0
-"""Bytes moved for each number that becomes fp8."""
+ROUNDED, ROUNDED_BESIDE = 3.0, 1.0
+"""Bytes moved for each number that becomes fp8; where what makes it in 16 bits writes it in fp8 too."""
 
 
-def _expert(rates: _Rates, shape: Shape, rows: Array, engine: Engine) -> Array:
+def _expert(rates: _Rates, shape: Shape, rows: Array, engine: Engine, travel: NDArray[np.bool_]) -> Array:
     """One expert's matmuls, of which there are three times as many with the backward pass: this engine multiplies them
-    in 16 bits whatever the precision, or, where asked to, two of three in fp8."""
+    in 16 bits whatever the precision, or, where asked to, two of three in fp8. `travel`: rows come from other ranks."""
     plain = _feed_forward(rates, shape, rows, shape.expert_ffn, wide=engine.own_collectives)
     if not engine.experts_in_fp8:
         return plain
-    # Inputs and weights are rounded once for each pass by kernels of their own: read in 2 bytes and written in one.
-    narrow = replace(rates, cast=ROUNDED)
-    weights = ROUNDED * (2 + shape.gated) * shape.hidden * shape.expert_ffn / rates.bandwidth
-    return (2 * (_feed_forward(narrow, shape, rows, shape.expert_ffn) + weights) + plain) / 3
+    # Weights, and rows that came from other ranks, are rounded once for each pass by kernels of their own: read in 2
+    # bytes and written in one. Whatever the linears' scales are, these are rows'.
+    narrow = replace(rates, cast=ROUNDED_BESIDE, linear=rates.linear * engine.fp8_slower)
+    moved = ROUNDED * (2 + shape.gated) * shape.hidden * shape.expert_ffn
+    moved = moved + pick(travel, (ROUNDED - ROUNDED_BESIDE) * rows * shape.hidden, 0.0)
+    return (2 * (_feed_forward(narrow, shape, rows, shape.expert_ffn) + moved / rates.bandwidth) + plain) / 3
 
 
 def _heated(engine: Engine, linear: Array, rest: Array) -> Array:
@@ -349,7 +351,7 @@ def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: st
         # Each of the local experts multiplies its own part of the copies; the kernel does them in one launch.
         per_expert = routed / tp / local
         copies = routed / tp
-        each = _expert(rates, shape, per_expert, engine) - 2 * rates.floor
+        each = _expert(rates, shape, per_expert, engine, jobs.ep > 1) - 2 * rates.floor
         slower = engine.grouped_fp8 if rates.linear != rates.plain and not engine.own_collectives else 1.0
         grouped = engine.grouped_scale * slower * local * each + 2 * rates.floor
         shared = _feed_forward(rates, shape, rows, shape.shared_ffn / tp)
