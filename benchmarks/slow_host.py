@@ -226,7 +226,7 @@ def during(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     side_by_side(list(jobs.values()), 10, late=True)
     for name, job in jobs.items():
         told[name] = (folder / name / "runs/default/metrics.jsonl").stat().st_mtime - job.slow_since
-        told[f"lines_{name}"] = re.findall(r"^.*batch_weights=.*makes.*$", job.log(), re.MULTILINE)
+        told[f"lines_{name}"] = re.findall(r"^.*(?:batch_weights|layers)=.*makes.*$", job.log(), re.MULTILINE)
     told["sooner"] = 1 - told["with"] / told["without"]
     return told
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
-from itertools import accumulate, combinations, permutations, product
+from itertools import accumulate, pairwise, product
 from math import gcd
 from typing import Any
 
@@ -21,7 +21,8 @@ import numpy as np
 from cuboid.cost.inputs import Array, Shape, number
 from cuboid.cost.memory import rank_memory
 from cuboid.errors import UserError
-from cuboid.planning.mixed import Line, Machines, MixedJob, crossing_seconds, predict_mixed, rank_groups, share_of
+from cuboid.planning.mixed import ONCE, Line, Machines, MixedJob, crossing_seconds, predict_mixed, rank_groups, share_of
+from cuboid.planning.mixed_lines import FEW, cut, line_sets
 from cuboid.planning.question import Question
 from cuboid.planning.space import Space, divisors
 from cuboid.planning.stages import LayerSeconds, held
@@ -31,16 +32,16 @@ from cuboid.spec.groups import Groups
 from cuboid.spec.layout import RECOMPUTE, Layout
 
 MICRO_BATCHES = (1, 2, 4, 8)
-FEW = 4
-"""Groups of which every division into lines is tried."""
-DEEPEST = 64
-"""Pipeline ranks."""
 LOOKED_AT = 160
 """Divisions whose layers are dealt and whose memory is counted."""
 FINALISTS = 4
 """… and that are simulated: of pipelines, of replicas, and of both together."""
 FAR = 1.5
 """Divisions whose least time is so many times the best are not looked at."""
+EQUAL = 0.7
+"""Of the sums of gradients of equal stages, what unequal ones at least have."""
+SENT = 2.0
+"""Bytes of a number between stages."""
 LARGEST_SHARD = 8
 """The most times as much that one replica keeps as another."""
 NEAR = 2
@@ -175,18 +176,19 @@ class _Known:
     def divisions(self, zeros: Sequence[int]) -> Iterator[Division]:
         every = self._seconds
         kinds = [kind for kind in every[0] if all(kind in each for each in every)]
-        for chosen in self._led(_line_sets(self.machines)):
+        for chosen in self._led(line_sets(self.machines)):
             used = sorted({group for line in chosen for group in line})
             sizes = {group: self.machines.questions[group].cluster.accelerators for group in used}
             for tp in {kind[0] for kind in kinds}:
-                for lines in _cut(chosen, sizes, tp, self.model.layers):
+                for lines in cut(chosen, sizes, tp, self.model.layers):
                     if not self._allowed("pp", [len(lines[0].groups)]) or not self._whole_nodes(lines, tp):
                         continue
                     if not self._allowed("dp", [sum(line.replicas for line in lines)]):
                         continue
+                    crossing = self._crossing(lines)
                     for kind in kinds:
                         if kind[0] == tp and self._spread(lines, kind):
-                            bound = self._bound(lines, kind)
+                            bound = self._bound(lines, kind) + crossing
                             for zero in self._allowed("zero", zeros):
                                 yield Division(lines, kind, zero, bound)
 
@@ -209,6 +211,20 @@ class _Known:
         return all(ranks % ep == 0 for ranks in each) and self.batch // micro_batch >= sum(
             line.replicas for line in lines
         )
+
+    def _crossing(self, lines: tuple[Line, ...]) -> float:
+        """Seconds in which sums of gradients cross links, were the stages equal; stages on slow kinds are smaller."""
+        if len(lines) == 1:
+            return 0.0
+        pp = len(lines[0].groups)
+        crossed: dict[tuple[str, str, bool], float] = {}
+        for rank in range(pp):
+            ring = [line.groups[rank] for line in lines]
+            for here, there in zip(ring, [*ring[1:], ring[0]], strict=True):
+                if here != there:
+                    way = self.machines.way(here, there)
+                    crossed[way] = crossed.get(way, 0.0) + ONCE[1] / self.machines.link(here, there)[0]
+        return EQUAL * self.model.parameters / pp * max(crossed.values(), default=0.0)
 
     def _bound(self, lines: tuple[Line, ...], kind: Kind) -> float:
         """All accelerators computing all the time, but for filling and draining the pipeline."""
@@ -313,7 +329,11 @@ class _Known:
         places = []
         for line in division.lines:
             times = self._stage_times([self._seconds[group][division.kind] for group in line.groups], counts)
-            key = (round(sum(times) - max(times), 9), round(max(times), 9))
+            delays, link = self._messages(division, line)
+            # 1F1B keeps so many micro-batches of a rank on their way behind it.
+            trips = [(sum(times[rank:]) + 2 * sum(delays[rank:])) / (division.pp - rank) for rank in range(division.pp)]
+            each = max(*times, *trips, link)
+            key = (round(sum(times) + 2 * sum(delays) - each, 9), round(each, 9))
             places.append(alike.setdefault(key, len(alike)))
         fills, slopes = zip(*alike, strict=True)
         replicas = [0] * len(alike)
@@ -324,6 +344,27 @@ class _Known:
             return None
         seconds = max(fill + slope * count for fill, slope, count in zip(fills, slopes, chosen, strict=True))
         return seconds, tuple(chosen[place] for place in places)
+
+    def _messages(self, division: Division, line: Line) -> tuple[list[float], float]:
+        """Seconds of a message between each two ranks, those of one group at once, and those for which the messages of
+        all replicas fill a link."""
+        sent = division.kind[1] * SENT * self.question.sequence * self.model.hidden
+        crossed: dict[tuple[str, str, bool], int] = {}
+        for other in division.lines:
+            for here, there in pairwise(other.groups):
+                if here != there:
+                    for way in (self.machines.way(here, there), self.machines.way(there, here)):
+                        crossed[way] = crossed.get(way, 0) + other.replicas
+        delays, link = [], 0.0
+        for here, there in pairwise(line.groups):
+            if here == there:
+                delays.append(0.0)
+                continue
+            rate, latency = self.machines.link(here, there)
+            fills = max(crossed[self.machines.way(*pair)] for pair in ((here, there), (there, here))) * sent / rate
+            delays.append(fills + latency)
+            link = max(link, fills)
+        return delays, link
 
     def _layout(self, division: Division, counts: Sequence[int], batches: Sequence[int]) -> Layout | None:
         tp, micro_batch, recompute, ep = division.kind
@@ -454,73 +495,3 @@ def _layer_seconds(question: Question, kinds: Sequence[Kind]) -> dict[Kind, Seco
         costs = [dense] * leading + [mixture] * (question.model.layers - leading)
         found[kind] = Seconds((0.0, *accumulate(costs)), embedding, head)
     return found
-
-
-# Lines.
-
-
-def _line_sets(machines: Machines) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Ways to put groups into lines, each a tuple of groups in the order of the pipeline; of two groups or more."""
-    groups = machines.groups.groups
-    every = range(len(groups))
-    if len(groups) <= FEW:
-        for size in range(2, len(groups) + 1):
-            for some in combinations(every, size):
-                for parts in _partitions(some):
-                    yield from product(*map(_orders, parts))
-        return
-    kinds: dict[str, list[int]] = {}
-    for place, group in enumerate(groups):
-        kinds.setdefault(group.cluster.accelerator, []).append(place)
-    names = list(kinds)
-    for size in range(len(names), 0, -1):
-        for chosen in combinations(names, size):
-            some = tuple(sorted(place for name in chosen for place in kinds[name]))
-            if len(some) < 2:
-                continue
-            sites: dict[str, list[int]] = {}
-            for place in some:
-                sites.setdefault(groups[place].site, []).append(place)
-            yield tuple((place,) for place in some)
-            if len(some) <= 2 * FEW:
-                yield (some,)
-            if 1 < len(sites) < len(some):
-                yield tuple(tuple(part) for part in sites.values())
-                yield tuple(tuple(reversed(part)) for part in sites.values())
-
-
-def _partitions(members: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
-    """Every way to divide them into parts, by the first member of each."""
-    if not members:
-        yield []
-        return
-    first, rest = members[0], members[1:]
-    for size in range(len(rest) + 1):
-        for others in combinations(rest, size):
-            left = [each for each in rest if each not in others]
-            for parts in _partitions(left):
-                yield [(first, *others), *parts]
-
-
-def _orders(part: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return list(permutations(part)) if len(part) <= 3 else [part, part[::-1]]
-
-
-def _cut(
-    chosen: tuple[tuple[int, ...], ...], sizes: dict[int, int], tp: int, layers: int
-) -> Iterator[tuple[Line, ...]]:
-    """Every depth at which each group has whole stages, and all lines as many."""
-    totals = [sum(sizes[group] for group in line) for line in chosen]
-    common = gcd(*totals)
-    for pp in divisors(common // tp) if common % tp == 0 else ():
-        if pp > min(layers, DEEPEST):
-            break
-        lines = []
-        for line, total in zip(chosen, totals, strict=True):
-            replicas = total // (tp * pp)
-            if any(sizes[group] % (replicas * tp) for group in line):
-                break
-            stages = tuple(group for group in line for _ in range(sizes[group] // (replicas * tp)))
-            lines.append(Line(stages, replicas))
-        else:
-            yield tuple(lines)

@@ -73,7 +73,7 @@ def test_a_slow_link_costs_time_and_what_is_decided_stays() -> None:
     )
     assert fast is not None and slow is not None
     assert slow.step_seconds > 2 * fast.step_seconds
-    assert slow.layout.pp == 2, "a pipeline sends least over the link"
+    assert slow.layout.pp > 1, "a pipeline sends least over the link"
     groups = lab("h100x8", "a100x8")
     replicas = mixed_job(groups, questions(groups, 144, pp=1), 144)
     narrow = lab("h100x8", "a100x8", gbit=10)
