@@ -11,7 +11,7 @@ from cuboid.planning.choose import plans
 from cuboid.planning.front_picture import svg
 from cuboid.planning.island_file import dump_islands_plan
 from cuboid.planning.islands import Ask, plan_islands
-from cuboid.planning.offers import FAILURES, Offer, best, front, offers, part
+from cuboid.planning.offers import FAILURES, Offer, best, fewer, front, offers, part
 from cuboid.planning.plan import amount, dump_plan
 from cuboid.readers import check_output, write_output
 from cuboid.spec.groups import Groups
@@ -48,6 +48,8 @@ def answer_offers(groups: Groups, ask: Ask, global_batch: int, wanted: Wanted, a
     wanted.check()
     tokens = wanted.tokens or 0.0
     found = offers(groups, ask, global_batch, tokens)
+    if wanted.objective == "gpus":
+        found = fewer(groups, ask, global_batch, tokens, found, wanted.budget, wanted.deadline)
     chosen = best(found, wanted.objective, wanted.budget, wanted.deadline)
     fronted = front(found)
     if wanted.picture is not None and not fronted:

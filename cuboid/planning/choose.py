@@ -84,17 +84,36 @@ def each_size(question: Question, sizes: Sequence[int]) -> Iterator[tuple[int, f
             if best := resized_search(resized(question, size)):
                 yield size, *best
         return
-    # The best of each part takes nearly the same time of accelerators, and so one bound does for all of them.
     for part, alike in _alike(replace(question, priced=True), sizes):
         known = shapes_within(part, alike)
         tried = search(part, _first_of_each(known), keep=len(alike), distinct="size")
-        found, most = tried.space.world_size, float(tried.seconds.max(initial=0.0)) * (1 + 1e-8)
-        scores = search(part, known.take(np.isin(known.sizes, found)), keep=len(found), distinct="size", slowest=most)
-        every = [scores]
-        every += [search(part, known.take(known.sizes == size), keep=1) for size in {*alike} - {*found.tolist()}]
-        for each in every:
-            for place, size in enumerate(each.space.world_size.tolist()):
-                yield size, float(each.seconds[place]) / size, str(each.space.layout(place))
+        reached = dict(zip(tried.space.world_size.tolist(), tried.seconds.tolist(), strict=True))
+        paces = {size: seconds / size for size, seconds in sorted(reached.items())}
+        for size in alike:
+            if size not in paces:
+                alone = search(part, known.take(known.sizes == size), keep=1)
+                if len(alone.space):
+                    yield size, float(alone.seconds[0]) / size, str(alone.space.layout(0))
+        if paces:  # one bound for all: no slower than what was tried
+            paced = replace(part, priced=False, paces=tuple(paces.items()))
+            found = search(paced, _paced(known, paces), keep=len(paces), distinct="size", slowest=1 + 1e-8)
+            for place, size in enumerate(found.space.world_size.tolist()):
+                yield size, float(found.seconds[place]) * paces[size], str(found.space.layout(place))
+
+
+def large_enough(question: Question, sizes: Sequence[int], seconds: float) -> list[int]:
+    """Of some parts of a cluster those that may take a step in so many seconds."""
+    if isinstance(question.model, PythonModelSpec):
+        return list(sizes)
+    work = NOT_FASTER * _work(question)
+    return [size for size in sizes if work / size <= seconds]
+
+
+def _paced(known: Shapes, paces: dict[int, float]) -> Shapes:
+    """Shapes of some sizes, with bounds of the time of all accelerators, as fractions of these times."""
+    some = known.take(np.isin(known.sizes, list(paces)))
+    whole = np.array([size * paces.get(size, 1.0) for size in known.every.world_size.tolist()])
+    return replace(some, bound=known.bound / whole)
 
 
 def _first_of_each(known: Shapes) -> Shapes:
@@ -440,8 +459,7 @@ def fewest(question: Question, *, tokens: float, days: float, top: int = 5) -> l
     """The plans for the least accelerators that train so many tokens in so many days."""
     steps = tokens / (question.global_batch * question.sequence)
     seconds = days * 86400 / steps
-    work = NOT_FASTER * _work(question)
-    enough = [each for each in every_size(question.cluster) if work / each <= seconds]
+    enough = large_enough(question, every_size(question.cluster), seconds)
     for accelerators, among in _within(question, enough, SIMULATED * seconds):
         smaller = resized(question, accelerators)
         # Those that may be fast enough are fewer than those an answer is made of.

@@ -9,7 +9,7 @@ from itertools import combinations
 
 from cuboid.cost.rounds import transfer_seconds
 from cuboid.spec.groups import Group, Groups
-from cuboid.spec.island_homes import ANSWER, FRAME, REQUEST, messages, runs_of_blocks
+from cuboid.spec.island_homes import ANSWER, FRAME, REQUEST, messages, runs_of_ranks
 from cuboid.spec.islands import IslandsSpec, fragments_of
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.run import Run
@@ -51,8 +51,7 @@ def sent_between(run: Run, other: Run, fragment: int) -> Sent:
 
 def _homes(run: Run, fragment: int) -> list[tuple[int, int, int]]:
     """Runs of blocks with their ranks, in order; none overlap."""
-    ranks = range(run.layout.world_size)
-    return sorted((*each, rank) for rank in ranks for each in runs_of_blocks(run, fragment, rank))
+    return sorted((*each, rank) for rank, own in enumerate(runs_of_ranks(run, fragment)) for each in own)
 
 
 @dataclass(frozen=True)

@@ -158,22 +158,30 @@ def fastest_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping
     """The best number of the fastest groups, with equal batches or with batches by their speeds."""
     seconds = _step_seconds(groups, ask, global_batch)
     by_speed = sorted((group for group in groups.groups if group.name in seconds), key=lambda each: seconds[each.name])
-    best: Candidate | None = None
-    refused: UserError | None = None
+    ways: list[tuple[float, tuple[Group, ...], tuple[int, ...]]] = []
     for count in _counts(by_speed):
         members = tuple(group for group in groups.groups if group in by_speed[:count])
         for weights in _weights(global_batch, [1 / seconds[group.name] for group in members], wanted):
-            if best is not None:
-                slowest = max(zip(members, weights, strict=True), key=lambda each: each[1] * seconds[each[0].name])
-                if _most(*slowest, sum(weights), ask, global_batch) <= best.tokens_per_second:
-                    continue
-            try:
-                found = _candidate(groups, members, ask, global_batch, weights, wanted)
-            except UserError as reason:
-                refused = refused or reason
-                continue
-            if best is None or found.tokens_per_second > _worth(best, found) * best.tokens_per_second:
-                best = found
+            slowest = max(zip(members, weights, strict=True), key=lambda each: each[1] * seconds[each[0].name])
+            ways.append((_most(*slowest, sum(weights), ask, global_batch), members, weights))
+    refused: UserError | None = None
+    known: dict[int, Candidate] = {}
+    fastest_known = 0.0
+    # The likely fastest first: what cannot come near it is not planned.
+    for place in sorted(range(len(ways)), key=lambda place: -ways[place][0]):
+        most, members, weights = ways[place]
+        if most * MORE < fastest_known:
+            continue
+        try:
+            known[place] = _candidate(groups, members, ask, global_batch, weights, wanted)
+        except UserError as reason:
+            refused = refused or reason
+            continue
+        fastest_known = max(fastest_known, known[place].tokens_per_second)
+    best: Candidate | None = None
+    for _, found in sorted(known.items(), key=lambda each: each[0]):
+        if best is None or found.tokens_per_second > _worth(best, found) * best.tokens_per_second:
+            best = found
     if best is None:
         raise refused or UserError(
             f"{groups.name} has {len(by_speed)} group that fits the model; name it, as in {groups.name}.toml:"

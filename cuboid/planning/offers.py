@@ -11,15 +11,17 @@ from dataclasses import dataclass, replace
 
 from cuboid.cost.goodput import HOUR, PUBLISHED, Costs, recommend
 from cuboid.errors import UserError
-from cuboid.planning.choose import each_size
+from cuboid.planning.choose import each_size, large_enough
 from cuboid.planning.island_failures import failures_of, goodput_of
 from cuboid.planning.islands import Ask, IslandsPlan, islands_alone
 from cuboid.planning.plan import amount
-from cuboid.planning.question import FEW_NODES, every_size, resized_cluster, sizes
+from cuboid.planning.question import FEW_NODES, Question, every_size, resized_cluster, sizes
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.groups import Group, Groups
 
 DAY = 86400.0
+TOGETHER = 32
+"""Parts of a group that are searched at once for one that is good enough."""
 FAILURES = "rsc"
 """Whose published failures are counted."""
 
@@ -80,8 +82,12 @@ def _of_group(group: Group, ask: Ask, global_batch: int, tokens: float) -> Itera
         question = ask(group.cluster, global_batch)
     except UserError:
         return
-    for size, seconds, layout in each_size(question, every_size(group.cluster) if small else sizes(group.cluster)):
-        rate = global_batch * question.sequence / seconds
+    yield from _of_parts(group, question, every_size(group.cluster) if small else sizes(group.cluster), tokens)
+
+
+def _of_parts(group: Group, question: Question, parts: Sequence[int], tokens: float) -> Iterator[Offer]:
+    for size, seconds, layout in each_size(question, parts):
+        rate = question.global_batch * question.sequence / seconds
         for spot in _ways([(group.price, group.spot_price)]):
             between = PUBLISHED[FAILURES].seconds(size)
             if group.life_hours is not None and (spot or group.spot_price is None):
@@ -101,6 +107,36 @@ def _of_group(group: Group, ask: Ask, global_batch: int, tokens: float) -> Itera
                 days=days,
                 cost=None if price is None else price * size * 24 * days,
             )
+
+
+def fewer(
+    groups: Groups,
+    ask: Ask,
+    global_batch: int,
+    tokens: float,
+    found: Sequence[Offer],
+    budget: float | None,
+    deadline: float | None,
+) -> list[Offer]:
+    """With the parts of each kind that are smaller than the smallest that is good enough, until one of them is: of
+    large groups only some were looked at."""
+    offered = list(found)
+    for group in _each_kind(groups.groups):
+        most = best(offered, "gpus", budget, deadline).accelerators
+        try:
+            question = ask(group.cluster, global_batch)
+        except UserError:
+            continue
+        known = {offer.accelerators for offer in offered if offer.groups == (group.name,)}
+        left = [size for size in every_size(group.cluster) if size < most and size not in known]
+        steps = tokens / (global_batch * question.sequence)
+        left = large_enough(question, left, (deadline or float("inf")) * DAY / steps)
+        while left:
+            offered += _of_parts(group, question, left[:TOGETHER], tokens)
+            if best(offered, "gpus", budget, deadline).accelerators < most:
+                break
+            left = left[TOGETHER:]
+    return offered
 
 
 def _of_islands(groups: Groups, ask: Ask, global_batch: int, tokens: float) -> Iterator[Offer]:

@@ -57,6 +57,8 @@ class Question:
     """Also plan what the engine cannot train yet."""
     priced: bool = False
     """Seconds of a step count once for each accelerator: parts of a cluster are compared by what they cost."""
+    paces: tuple[tuple[int, float], ...] = ()
+    """… or over those that a step on so many accelerators takes already, of which there are no others."""
 
     def __post_init__(self) -> None:
         if isinstance(self.model, PythonModelSpec) and (self.precision == "fp8" or self.engine != "cuboid"):

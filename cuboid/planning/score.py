@@ -137,6 +137,9 @@ def _fuller_stage(question: Question, space: Space) -> Array:
 
 def _priced(question: Question, space: Space, seconds: Array) -> Array:
     """Seconds as the question compares them."""
+    if question.paces:
+        sizes, paces = np.array(question.paces).T
+        return np.asarray(seconds / paces[np.searchsorted(sizes, space.jobs.world_size)])
     return seconds * space.jobs.world_size if question.priced else seconds
 
 

@@ -99,8 +99,18 @@ def _boundary(place: int, step: int, blocks: int) -> int:
 def runs_of_blocks(run: Run, fragment: int, rank: int) -> tuple[Blocks, ...]:
     """What is at home at a rank, in order; neighbours are one run."""
     size = stage_size(run.layout)
+    return _joined(homes(run, fragment, rank // size)[rank % size])
+
+
+@lru_cache(maxsize=64)
+def runs_of_ranks(run: Run, fragment: int) -> tuple[tuple[Blocks, ...], ...]:
+    """The same of all ranks."""
+    return tuple(_joined(own) for stage in range(run.layout.pp) for own in homes(run, fragment, stage))
+
+
+def _joined(own: Sequence[tuple[Tensor, Blocks]]) -> tuple[Blocks, ...]:
     found: list[Blocks] = []
-    for _, (first, stop) in homes(run, fragment, rank // size)[rank % size]:
+    for _, (first, stop) in own:
         if found and found[-1][1] == first:
             first = found.pop()[0]
         found.append((first, stop))
