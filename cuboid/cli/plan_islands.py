@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from cuboid.cost.rounds import EFFICIENCY
 from cuboid.planning.island_file import start_lines
 from cuboid.planning.island_links import Paths, fragment_bytes
-from cuboid.planning.islands import IslandsPlan, Other
+from cuboid.planning.islands import IslandsPlan
 from cuboid.planning.plan import GIB, amount
+from cuboid.planning.without_islands import Other
 from cuboid.spec.coding import encode
 
 if TYPE_CHECKING:

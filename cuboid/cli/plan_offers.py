@@ -52,7 +52,7 @@ def answer_offers(groups: Groups, ask: Ask, global_batch: int, wanted: Wanted, a
         found = fewer(groups, ask, global_batch, tokens, found, wanted.budget, wanted.deadline)
     chosen = best(found, wanted.objective, wanted.budget, wanted.deadline)
     fronted = front(found)
-    if wanted.picture is not None and not fronted:
+    if wanted.picture is not None and not any(offer.cost for offer in fronted):
         raise UserError(f"{groups.name} has no prices to draw; add price or spot_price to its groups")
     if wanted.output is not None:
         write_output(wanted.output, _run_file(groups, ask, global_batch, chosen, tokens))
@@ -104,7 +104,7 @@ def _show(groups: Groups, fronted: list[Offer], chosen: Offer, wanted: Wanted) -
     step = max(1, -(-len(fronted) // SHOWN))
     shown = [offer for place, offer in enumerate(fronted) if place % step == 0 or offer == chosen]
     for offer in shown if chosen in shown else [chosen, *shown]:
-        cost = "–" if offer.cost is None else f"{offer.cost:,.0f}"
+        cost = "–" if offer.cost is None else f"{offer.cost:,.0f}" if offer.cost >= 100 else f"{offer.cost:.3g}"
         mark = "→" if offer == chosen else ""
         table.add_row(mark, f"{offer.days:.3g}", cost, str(offer.accelerators), f"{offer.goodput:.1%}", offer.name)
     console.print(table)

@@ -15,8 +15,9 @@ from typing import Any
 from cuboid.cost.island_loss import expected_loss
 from cuboid.cost.rounds import IslandTimes
 from cuboid.errors import UserError, up_to
-from cuboid.planning.islands import IslandsPlan, Other
+from cuboid.planning.islands import IslandsPlan
 from cuboid.planning.plan import Plan, load_plan, plan_of, plan_table, to_choose
+from cuboid.planning.without_islands import Other
 from cuboid.readers import Table, read_toml
 from cuboid.spec.coding import convert, decode, encode
 from cuboid.spec.groups import OWN, Group, Groups, SiteLink

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
-from math import gcd
 from typing import Any
 
 from cuboid.cost.island_loss import ExpectedLoss, expected_loss
@@ -18,16 +17,15 @@ from cuboid.errors import UserError
 from cuboid.planning.choose import SIMULATED, fastest, resized_search, with_reasons
 from cuboid.planning.island_batches import share, weights_by_speed
 from cuboid.planning.island_links import Paths, Sent, fragment_bytes, sent_between
-from cuboid.planning.mixed_search import mixed_job
 from cuboid.planning.plan import Plan
 from cuboid.planning.question import Question
 from cuboid.planning.search import search
-from cuboid.spec.cluster import ClusterSpec, LinkTier
+from cuboid.planning.without_islands import Other, as_one_job, fastest_alone, unequal_job, without_islands
+from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.coding import decode, field_types, parse_text, require_known
 from cuboid.spec.groups import Group, Groups
 from cuboid.spec.islands import IslandsSpec
 from cuboid.spec.layout import format_weights, parse_weights
-from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
 
 MORE = 1.05
@@ -53,16 +51,6 @@ DECODE, STEP = 21e-9, 14.5e-9
 
 Ask = Callable[[ClusterSpec, int], Question]
 """The user's question about a cluster, with a global batch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Other:
-    """A way to train without islands."""
-
-    name: str
-    layout: str
-    step_seconds: float
-    tokens_per_second: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +134,7 @@ def parse_wanted(text: str) -> dict[str, Any]:
 def plan_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping[str, Any]) -> IslandsPlan:
     """`global_batch`: sequences in a step of all islands together. `wanted`: fields of [islands] the user decides."""
     best = fastest_islands(groups, ask, global_batch, wanted)
-    return _compared(_planned(groups, best), ask, global_batch, best.first)
+    return _compared(_planned(groups, best), ask, global_batch)
 
 
 def islands_alone(groups: Groups, ask: Ask, global_batch: int) -> IslandsPlan:
@@ -184,10 +172,20 @@ def fastest_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping
             best = found
     if best is None:
         raise refused or UserError(
-            f"{groups.name} has {len(by_speed)} group that fits the model; name it, as in {groups.name}.toml:"
-            f"{by_speed[0].name}"
+            f"{groups.name} has one group that is planned whole{_why_not(groups, seconds, ask, global_batch)}; name "
+            f"it, as in {groups.name}.toml:{by_speed[0].name}, or have parts chosen by --objective cost and --tokens"
         )
-    return replace(best, first=by_speed[0])
+    return best
+
+
+def _why_not(groups: Groups, planned: Mapping[str, float], ask: Ask, global_batch: int) -> str:
+    """What the first of the others says."""
+    other = next(group for group in groups.groups if group.name not in planned)
+    try:
+        fastest(ask(other.cluster, share(global_batch, len(groups.groups))))
+    except UserError as reason:
+        return f" (of {other.name}: {str(reason).partition(';')[0]})"
+    return ""
 
 
 def _most(slowest: Group, weight: int, parts: int, ask: Ask, global_batch: int) -> float:
@@ -208,7 +206,6 @@ def _worth(best: Candidate, found: Candidate) -> float:
 
 
 def _weights(global_batch: int, speeds: Sequence[float], wanted: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """Parts of a batch that islands take; of equal ones each takes one."""
     if "batch_weights" in wanted:
         given = parse_weights(str(wanted["batch_weights"]), "islands.batch_weights")
         return [given] if len(given) == len(speeds) else []
@@ -258,8 +255,6 @@ class Candidate:
     plans: tuple[Plan, ...]
     spec: IslandsSpec
     step_seconds: float
-    first: Group
-    """The fastest of all groups."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -284,7 +279,7 @@ def _candidate(
         chosen.append(replace(known[key], question=ask(group.cluster, weight * part)))
     paths = Paths(groups, members)
     uneven = {"batch_weights": format_weights(weights)} if max(weights) > min(weights) else {}
-    return Candidate(paths, tuple(chosen), *_mildest(paths, chosen, {**wanted, **uneven}), first=members[0])
+    return Candidate(paths, tuple(chosen), *_mildest(paths, chosen, {**wanted, **uneven}))
 
 
 def _planned(groups: Groups, found: Candidate) -> IslandsPlan:
@@ -392,11 +387,12 @@ def _specs(chosen: Sequence[Plan], wanted: Mapping[str, Any]) -> Iterator[Island
 # Without islands.
 
 
-def _compared(best: IslandsPlan, ask: Ask, global_batch: int, first: Group) -> IslandsPlan:
+def _compared(best: IslandsPlan, ask: Ask, global_batch: int) -> IslandsPlan:
     """With what else could be done with the same groups."""
-    alone = _other(first.name, ask, first.cluster, global_batch)
-    together = _other("one job", ask, as_one_job(best.groups), global_batch)
-    unequal = _unequal(best.groups, ask, global_batch)
+    first = fastest_alone(best.groups, ask, global_batch)
+    alone = without_islands(first.name, ask, first.cluster, global_batch)
+    together = without_islands("one job", ask, as_one_job(best.groups), global_batch)
+    unequal = unequal_job(best.groups, ask, global_batch)
     notes = []
     batch = sum(plan.question.global_batch for plan in best.plans)
     if batch != global_batch:
@@ -428,63 +424,4 @@ def _compared(best: IslandsPlan, ask: Ask, global_batch: int, first: Group) -> I
         unequal=unequal,
         one_job_refused="" if one else str(together),
         notes=tuple(notes),
-    )
-
-
-def _unequal(groups: Groups, ask: Ask, global_batch: int) -> Other | None:
-    if len({group.cluster.accelerator for group in groups.groups}) == 1:
-        return None
-    try:
-        questions = [ask(group.cluster, global_batch) for group in groups.groups]
-    except UserError:
-        return None
-    if any(isinstance(question.model, PythonModelSpec) for question in questions):
-        return None
-    found = mixed_job(groups, questions, global_batch)
-    if found is None:
-        return None
-    return Other(
-        name="one job with unequal replicas",
-        layout=str(found.layout),
-        step_seconds=found.step_seconds,
-        tokens_per_second=found.tokens_per_second,
-    )
-
-
-def _other(name: str, ask: Ask, cluster: ClusterSpec, global_batch: int) -> Other | UserError:
-    try:
-        question = ask(cluster, global_batch)
-        plan = fastest(question)  # simulated: closed forms know little of messages between stages on slow links
-    except UserError as reason:
-        return reason
-    rate = global_batch * question.sequence / plan.seconds
-    return Other(name=name, layout=str(plan.layout), step_seconds=plan.seconds, tokens_per_second=rate)
-
-
-def as_one_job(groups: Groups) -> ClusterSpec:
-    """All groups as one cluster: accelerators as slow and as small as the worst of them, and beyond the smallest group
-    one tier with the slowest link, in equal parts for the accelerators of the smallest group."""
-    clusters = [group.cluster for group in groups.groups]
-    kinds = set.intersection(*(set(cluster.peak_tflops) for cluster in clusters))
-    slowest = min(clusters, key=lambda cluster: min(cluster.peak_tflops.get(kind, 0.0) for kind in kinds or {"bf16"}))
-    smallest = min(cluster.accelerators for cluster in clusters)
-    total = groups.accelerators
-    rate = min(link.rate for link in groups.links)
-    uplinks = [found for group in groups.groups if (found := groups.uplink(group)) is not None]
-    latency = max(link.latency for link in groups.links)
-    inner = {min(tier.size, smallest): tier for tier in reversed(slowest.tiers)}
-    tiers = [replace(inner[size], size=size) for size in sorted(inner)]
-    wide = LinkTier(name="sites", size=total, bandwidth=min([rate, *uplinks]) / smallest / 1e9, latency=latency * 1e6)
-    per_node = gcd(*(cluster.accelerators_per_node for cluster in clusters))
-    return replace(
-        slowest,
-        name=groups.name,
-        nodes=total // per_node,
-        accelerators_per_node=per_node,
-        tiers=(*tiers, wide),
-        peak_tflops={kind: min(cluster.peak_tflops[kind] for cluster in clusters) for kind in kinds},
-        memory_gib=min(cluster.memory_gib for cluster in clusters),
-        memory_bandwidth=min(cluster.memory_bandwidth for cluster in clusters),
-        host_memory_gib=min(cluster.host_memory_gib for cluster in clusters),
-        measured={},
     )

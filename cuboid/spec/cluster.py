@@ -144,9 +144,13 @@ def cluster_from_file(path: Path) -> ClusterSpec:
 def cluster_from_table(table: Table, path: Path) -> ClusterSpec:
     """The same from what a file says. `path`: named in errors, and after the file a cluster is called."""
     if "groups" in table:
-        raise UserError(
-            f"{path} has groups of accelerators and this takes one kind; name one of them, as in {path}:NAME"
-        )
+        from cuboid.spec.groups import load_groups  # which reads clusters with this module
+
+        found = load_groups(str(path)).groups
+        if len(found) == 1:
+            return found[0].cluster
+        names = " or ".join(f"{path}:{group.name}" for group in found[:2])
+        raise UserError(f"{path} has groups of accelerators and this takes one kind; name one of them, as in {names}")
     table.pop("probe", None)  # the measurements behind a profile, for readers
     for key in table:
         require_known(key, field_types(ClusterSpec), "cluster")
@@ -211,16 +215,18 @@ def _build(table: Table) -> ClusterSpec:
     filled = {key: known[key] for key in (*FACTS, "accelerators_per_node")} | table | {"accelerator": accelerator}
     nodes, per_node = filled["nodes"], filled["accelerators_per_node"]
     if "tiers" not in filled and isinstance(nodes, int) and isinstance(per_node, int):
-        filled["tiers"] = _tiers(known["tiers"], max(nodes * per_node, 1))
+        filled["tiers"] = _tiers(known["tiers"], max(nodes * per_node, 1), known["accelerators_per_node"], per_node)
     return decode(ClusterSpec, filled, "cluster")
 
 
-def _tiers(entries: list[Table], accelerators: int) -> list[Table]:
-    """The tiers of a cluster of this size: no domain is larger than the cluster, and nothing lies beyond it."""
+def _tiers(entries: list[Table], accelerators: int, usual_node: int, node: int) -> list[Table]:
+    """The tiers of a cluster of this size: links within a node end with the node, no domain is larger than the cluster,
+    and nothing lies beyond it."""
     tiers: list[Table] = []
     for entry in entries:
         link = _catalog()["links"][entry["link"]]
-        size = min(entry["size"] or accelerators, accelerators)
+        size = node if entry["size"] == usual_node else entry["size"] or accelerators
+        size = min(size, accelerators)
         tiers.append({"name": entry["link"], "size": size, "bandwidth": link["bandwidth"], "latency": link["latency"]})
         if size == accelerators:
             break

@@ -75,7 +75,7 @@ class Group:
     site: str = ""
     """Where it stands; default: a site of its own, of its name."""
     price: float | None = None
-    """Of an accelerator for an hour, on demand, in any one currency."""
+    """Of an accelerator for an hour, on demand, in any one currency; 0: it is there anyway."""
     spot_price: float | None = None
     """… and where it may be taken away."""
     life_hours: float | None = None
@@ -90,7 +90,7 @@ class Group:
         object.__setattr__(self, "site", self.site or self.name)
         for key, most in (("price", 1e6), ("spot_price", 1e6), ("life_hours", 1e7), ("uplink_gbit", FASTEST_GBIT)):
             value = getattr(self, key)
-            if value is not None:
+            if value is not None and not (value == 0 and key in ("price", "spot_price")):
                 _require_within("groups", key, value, most, self.name)
         if self.price is not None and self.spot_price is not None and self.spot_price > self.price:
             raise UserError(

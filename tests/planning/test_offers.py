@@ -15,8 +15,8 @@ from cuboid.errors import UserError
 from cuboid.planning.choose import each_size, resized_search
 from cuboid.planning.front_picture import svg
 from cuboid.planning.islands import COMPUTING
-from cuboid.planning.offers import Offer, best, front, offers, part
-from cuboid.planning.question import Question, resized, sizes
+from cuboid.planning.offers import Offer, best, fewer, front, offers, part
+from cuboid.planning.question import Question, every_size, resized, sizes
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.groups import Group, Groups, SiteLink
 from tests.planning.conftest import DENSE
@@ -115,6 +115,21 @@ def test_parts_searched_together_have_the_best_of_each(kind: str, batch: int, me
     alone = {size: resized_search(resized(question, size)) for size in sizes(question.cluster)}
     assert together == {size: pytest.approx(best[0], rel=1e-9) for size, best in alone.items() if best}
     assert together
+
+
+def test_no_smaller_part_of_a_large_group_is_in_time() -> None:
+    mine = groups(group("large", "h100x112"))
+    found = offers(mine, ask, 96, TOKENS)
+    deadline = 1.02 * max(offer.days for offer in found if offer.accelerators >= 48)
+    chosen = best(fewer(mine, ask, 96, TOKENS, found, None, deadline), "gpus", None, deadline)
+    question = ask(mine.groups[0].cluster, 96)
+    steps = TOKENS / (96 * 512)
+    enough = [
+        size
+        for size, seconds, _ in each_size(question, every_size(question.cluster))
+        if steps * seconds / recommend(PUBLISHED["rsc"].seconds(size), Costs()).fraction <= deadline * 86400
+    ]
+    assert chosen.accelerators == min(enough)
 
 
 def test_the_part_that_is_taken(found: list[Offer]) -> None:

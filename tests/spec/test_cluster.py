@@ -165,6 +165,13 @@ def test_bad_files_are_refused_in_one_sentence(text: str, sentence: str, tmp_pat
     assert refusal(written(tmp_path, text)).startswith(sentence)
 
 
+def test_links_inside_a_node_end_with_the_node(tmp_path: Path) -> None:
+    found = load_cluster(written(tmp_path, 'accelerator = "l40s"\nnodes = 5\naccelerators_per_node = 7\n'))
+    assert [tier.size for tier in found.tiers] == [7, 35]
+    rack = load_cluster(written(tmp_path, 'accelerator = "gb200"\nnodes = 40\naccelerators_per_node = 2\n'))
+    assert [tier.size for tier in rack.tiers] == [72, 80]
+
+
 def test_every_accelerator_makes_a_cluster() -> None:
     for name in accelerator_names():
         cluster = load_cluster(f"{name}x1152")

@@ -59,12 +59,18 @@ def test_one_group_is_a_cluster_as_ever(tmp_path: Path) -> None:
     assert load_groups("h100x8").groups[0].cluster == load_cluster("h100x8")
 
 
+def test_a_file_with_one_group_is_that_cluster(tmp_path: Path) -> None:
+    path = written(tmp_path, '[[groups]]\nname = "mine"\naccelerator = "a100"\nnodes = 3\nprice = 0\n')
+    assert load_cluster(path).accelerators == 24
+    assert load_groups(path).groups[0].price == 0
+
+
 def test_one_group_of_a_file_is_a_cluster(tmp_path: Path) -> None:
     path = written(tmp_path, TWO)
     assert load_cluster(f"{path}:paris") == load_groups(path).groups[1].cluster
     with pytest.raises(UserError, match="has no group pariss; use paris"):
         load_cluster(f"{path}:pariss")
-    with pytest.raises(UserError, match="has groups of accelerators and this takes one kind; name one of them"):
+    with pytest.raises(UserError, match=r"this takes one kind; name one of them, as in .*:oregon or .*:paris"):
         load_cluster(path)
 
 
@@ -75,7 +81,7 @@ def test_one_group_of_a_file_is_a_cluster(tmp_path: Path) -> None:
         ('accelerator = "h100"\n', "", "groups.accelerator is missing in oregon"),
         ("nodes = 4", "nods = 4", "unknown key groups.nods; did you mean groups.nodes"),
         ("nodes = 4", "nodes = 0", "cluster.nodes=0 is not positive"),
-        ('accelerator = "a100"', 'accelerator = "a101"', "unknown accelerator=a101; did you mean a100"),
+        ('accelerator = "a100"', 'accelerator = "a101"', "unknown accelerator=a101; did you mean a10"),
         ("price = 2.5", "price = -1", "groups.price=-1 of oregon is not above 0"),
         ("price = 2.5", "price = 1", "groups.spot_price=1.25 of oregon is above its price=1; use spot_price=1 or less"),
         ("life_hours = 100", "life_hours = inf", "groups.life_hours=inf is not finite; it must be a finite number"),
