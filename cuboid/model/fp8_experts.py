@@ -127,7 +127,7 @@ def _swiglu_gradients(gradient: Tensor, fused: Tensor) -> tuple[Tensor, Quantise
 def _tile(width: int) -> dict[str, int]:
     """Rows of a program, and columns, which are all."""
     block = 1 << (width - 1).bit_length()
-    return {"TALL": max(1, 2048 // block), "BLOCK": block, "num_warps": 4 if block <= 2048 else 8}
+    return {"TALL": max(1, 4096 // block), "BLOCK": block, "num_warps": 8}
 
 
 def _multiply(rows: Quantised, weight: Quantised, counts: Tensor, dtype: torch.dtype) -> Tensor:
