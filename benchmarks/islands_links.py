@@ -7,9 +7,10 @@
 Two islands, each on a host with a limited link, train a model of 3 million parameters in steps that take `--step`
 seconds, padded by sleeping, so that the CPU is free for what is measured. `computing` is the fraction of time in which
 a step was computed, after the first interval, that of the island that computes least. The prediction gets from the
-measured run the seconds of a step and of what stops the training in each round, and from a run without limits how long
-a round takes beside the transfer; bytes, link and waiting are its own. `dp_slower`: how many times slower the link is
-than data parallelism needs for the same share, if all of its bf16 gradients' traffic could hide behind its steps."""
+measured run the seconds of a step and of what stops the training in each round, and from runs without limits, before
+and after those of a link, how long a round usually takes beside the transfer; bytes, link and waiting are its own.
+`dp_slower`: how many times slower the link is than data parallelism needs for the same share, if all of its bf16
+gradients' traffic could hide behind its steps."""
 
 from __future__ import annotations
 
@@ -81,6 +82,7 @@ def _one(found: list[dict[str, Any]], skip: int) -> dict[str, float]:
         "computing": seconds / elapsed,
         "step_seconds": statistics.fmean(row["seconds"] for row in later[1:]),
         "waited": waited / max(len(told), 1),
+        "usually": statistics.median(each["waited"] for each in told) if told else 0.0,
         "stops": max(0.0, between - waited) / max(len(told), 1),
         "sent_bytes": sum(each["sent_bytes"] for each in told),
         "rounds": len(told),
@@ -135,12 +137,12 @@ def main(words: list[str]) -> None:
     if options.table:
         print(table(rows_of(options.table)))
         return
-    free = measured(FREE, 8, options)
-    beside = free["waited"] if options.delay == 0 else measured(FREE, 8, _at_once(options))["waited"]
     found = []
     for rate in options.rates.split(","):
-        for every in map(int, options.every.split(",")):
-            row = measured(rate, every, options)
+        free = measured(FREE, 8, _at_once(options))["usually"]
+        some = [measured(rate, every, options) for every in map(int, options.every.split(","))]
+        beside = (free + measured(FREE, 8, _at_once(options))["usually"]) / 2
+        for row in some:
             row |= {"predicted": predicted(row, beside, options), "beside": beside, "bits": options.bits}
             row |= {"dp_slower": slower_than_dp(row, options), "fragments": options.fragments, "delay": options.delay}
             tell(

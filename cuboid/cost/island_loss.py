@@ -34,7 +34,8 @@ class ExpectedLoss:
         side = "above" if self.over_dp >= 0 else "below"
         return (
             f"scaling laws of {SOURCE} expect a loss {abs(self.over_dp):.1%} {side} data parallelism's at equal "
-            f"tokens: an expectation from fits with a synchronisation every {EVERY} steps, not a measurement{where}"
+            f"tokens: an expectation from fits with a synchronisation every {EVERY} steps in long trainings, not a "
+            f"measurement; those of a few dozen rounds lose many times that{where}"
         )
 
 

@@ -127,6 +127,12 @@ class LinkServer:
         for line in list(self._lines):
             line.hang_up()
 
+    def wait_until_left(self) -> None:
+        """Once it is closed: until nobody is answered any more, or soon."""
+        until = time.monotonic() + HOLD
+        while self._lines and time.monotonic() < until:
+            time.sleep(0.01)
+
     def _serve(self, line: Channel) -> None:
         self._lines.add(line)
         try:

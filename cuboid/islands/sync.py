@@ -17,6 +17,7 @@ from cuboid.errors import RankError
 from cuboid.islands.batches import Batches
 from cuboid.islands.coordinator import Client, News
 from cuboid.islands.links import (
+    HOLD,
     PATIENCE,
     SENT,
     STATE,
@@ -131,7 +132,8 @@ class Islands:
                 **{name: past[name] for name in ("state",) if name in past},
             }
             self._client = Client(site.places, site.secret, site.number, said)
-        threading.Thread(target=self._work, name="islands", daemon=True).start()
+        self._worker = threading.Thread(target=self._work, name="islands", daemon=True)
+        self._worker.start()
 
     def close(self, for_good: bool = False) -> None:
         self._server.close()
@@ -140,6 +142,9 @@ class Islands:
         with self._wake:
             self._jobs.appendleft(InFlight(-1, None))
             self._wake.notify_all()
+        if for_good:  # a thread that is within torch when the interpreter ends would abort the process
+            self._worker.join(HOLD)
+            self._server.wait_until_left()
 
     @property
     def known(self) -> set[int]:
