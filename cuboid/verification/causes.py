@@ -178,6 +178,8 @@ def _of_each_token(evidence: Evidence, seen: Seen, kind: str) -> str:
 
 def _in_another_order(evidence: Evidence, seen: Seen, kind: str) -> str:
     """The same tokens, or the same heads, at other places."""
+    if kind != "forward":
+        return ""
     for dimension, told in ((0, "tokens"), (1, "heads")):
         if seen.observed.ndim <= dimension + 1 or seen.observed.shape[dimension] < 2:
             continue
@@ -186,8 +188,8 @@ def _in_another_order(evidence: Evidence, seen: Seen, kind: str) -> str:
             continue
         nearest = torch.cdist(observed, right).argmin(1)
         made = seen.right.index_select(dimension, nearest)
-        if len(set(nearest.tolist())) > 1 and evidence.explains(made, seen, kind):
-            return f"its {told} are in another order, or come from other places"
+        if len(nearest.unique()) == len(nearest) and evidence.explains(made, seen, kind):
+            return f"its {told} are in another order"
     return ""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import Source
-from cuboid.model.batch import MicroBatch
+from cuboid.model.batch import IGNORED, MicroBatch
 from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.rank_batch import RankBatch
 from cuboid.spec.ranks import coordinates
@@ -98,7 +98,12 @@ class Data:
                 for other, own in enumerate(self._expected(replica)):
                     if torch.equal(used, own[field]):
                         return f"it is micro-batch {other + 1} of dp rank {replica}: ranks see the same data"
-        return f"{UNKNOWN}; labels of other tokens, or others" if field == "labels" else UNKNOWN
+        if field == "tokens":
+            return UNKNOWN
+        after, labels = expected[index]["tokens"][:, 1:], used[:, :-1]
+        if torch.equal(labels.where(labels != IGNORED, after), after):
+            return "labels are the next of the tokens that this rank holds: shifted after the split of the sequence"
+        return f"{UNKNOWN}; labels of other tokens, or others"
 
     def _expected(self, replica: int) -> list[dict[str, Tensor]]:
         """As this rank should see the micro-batches of a replica: its chunks of every sequence."""
