@@ -120,11 +120,13 @@ def attempt_right(place: Place, run: Run) -> Row:
 
 def cost(options: argparse.Namespace) -> Row:
     """Of whole rounds, in plain steps of the same run; and of steps of a run without checks, which may have CUDA
-    graphs, beside the plain ones. By the wall clock, and by the CPU time of all ranks, which other work on the machine
-    hardly changes."""
+    graphs, beside the plain ones. By the wall clock; by the CPU time of all ranks; and what of that they spent in
+    checks, which other work on the machine hardly changes."""
     ends, warnings, losses = train(options, EVERY, EVERY + options.rounds * EVERY)
     row = {"layout": options.time, "model": options.shape or options.model, "set": options.set, "warnings": warnings}
     row |= in_rounds(ends["wall"]) | {"cpu": in_rounds(ends["cpu"])}
+    spent, whole = (ends[kind][-1] - ends[kind][EVERY - 1] for kind in ("checks", "cpu"))
+    row |= {"cpu_seconds_of_checks": spent, "share_of_cpu": spent / (whole - spent)}
     if options.beside:
         ends, _, same = train(options, 0, 40)
         without = statistics.median(after - before for before, after in pairwise(ends["wall"][15:]))
@@ -163,8 +165,8 @@ def train(options: argparse.Namespace, every: int, steps: int) -> tuple[dict[str
         if done.returncode:
             raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
         ranks = [json.loads(path.read_text()) for path in Path(folder, "run").glob("clock-*.json")]
-        cpu = [sum(cpu for _, cpu in at) for at in zip(*ranks, strict=True)]
-        ends = {"wall": [wall for wall, _ in ranks[0]], "cpu": cpu}
+        wall, cpu, checks = ([sum(end[kind] for end in at) for at in zip(*ranks, strict=True)] for kind in range(3))
+        ends = {"wall": [each / len(ranks) for each in wall], "cpu": cpu, "checks": checks}
         warnings = [line for line in (done.stdout + done.stderr).splitlines() if "check:" in line]
         return ends, warnings, [row["loss"] for row in metric_rows(Path(folder) / "run" / "metrics.jsonl")]
 
