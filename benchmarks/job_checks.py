@@ -204,7 +204,8 @@ def main() -> int:
         ]
         cases = [drawn(numbers, model, precision) for model, precision in kinds]
         for layout in options.layouts:
-            model, _, rest = layout.rpartition(":")
+            first, _, after = layout.partition(":")
+            model, rest = ("", layout) if "=" in first else (first, after)
             for each in options.precision:
                 cases.append(verification_run(rest, model or "tiny-llama", tuple(options.set), dtype=each))
         found = try_cases(cases, options, attempt_right, json.dumps)
