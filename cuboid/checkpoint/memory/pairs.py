@@ -85,7 +85,7 @@ class Pairs:
             address = own_address()
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listener = socket.create_server((address, 0), family=family, backlog=128)
-            self._door = Door(listener, self._key, PURPOSE, self._serve, LONGEST)
+            self._door = Door(listener, self._key, f"{PURPOSE} {own}", self._serve, LONGEST)
             self._group.store.set(f"{self._place}/{own}", f"{address} {listener.getsockname()[1]}")
         try:
             for other in wanted:
@@ -119,17 +119,20 @@ class Pairs:
     def _call(self, other: int, until: float) -> None:
         key = f"{self._place}/{other}"
         self._group.store.wait([key], timedelta(seconds=max(0.1, until - time.monotonic())))
+        tried = ""
         while True:
-            # An address from before, at which nobody listens any more, is followed by the one that holds.
-            address, port = self._group.store.get(key).decode().split()
+            # An address from before, where nobody or another rank listens now, is followed by the one that holds.
+            found = self._group.store.get(key).decode()
+            address, port = found.split()
             try:
                 line = socket.create_connection((address, int(port)), timeout=max(0.1, until - time.monotonic()))
                 line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                channel = greet(line, self._key, PURPOSE, LONGEST)
+                channel = greet(line, self._key, f"{PURPOSE} {other}", LONGEST)
                 break
             except OSError as error:
-                if isinstance(error, Stranger) or time.monotonic() > until:
+                if time.monotonic() > until or (isinstance(error, Stranger) and found == tried):
                     raise
+                tried = found if isinstance(error, Stranger) else ""
                 time.sleep(0.05)
         # An attempt that failed may still be open at the other end, which then takes the one with the right number.
         channel.send(f"{self._number} {self._group.rank}".encode())
