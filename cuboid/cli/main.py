@@ -75,6 +75,9 @@ NO_ROOM = {
 }
 """The error of a disk that is full -> what is said of it."""
 
+BROKEN = (errno.EIO, errno.ESTALE, errno.ENODEV)
+"""Errors of a disk, or of a file that is none."""
+
 HELP = "Plan and train language models with data × tensor × pipeline parallelism."
 
 # What the parser raises for a wrong option or argument; typer has no public name for it.
@@ -132,6 +135,8 @@ def _status(given: list[str]) -> int:
         if problem.errno in NO_ROOM:
             _print_no_more()
             return _refuse(NO_ROOM[problem.errno])
+        if problem.errno in BROKEN and problem.filename is None:
+            return _refuse(f"a file cannot be read or written: {problem.strerror}; look at the disk it lies on")
         if problem.filename is None:  # no file of the user's
             raise
         return _refuse(f"{problem.filename} cannot be used: {problem.strerror}; name another file or folder")

@@ -103,7 +103,7 @@ class Watched:
         done, training = int(last.get("step", 0)), run.training
         newest = training.batch_sizes.at(max(0, done - 1))  # sequences of the last batch
         tokens = newest * training.sequence
-        left = training.batch_sizes.sum_before(training.steps) - training.batch_sizes.sum_before(done)
+        left = max(0, training.batch_sizes.sum_before(training.steps) - training.batch_sizes.sum_before(done))
         return {
             "folder": str(self.folder),
             "model": run.model.name,

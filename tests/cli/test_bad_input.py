@@ -154,6 +154,14 @@ def test_what_cannot_be_removed_costs_no_run(run_folder: Path, closed: str, caps
     assert listing(run_folder) == before
 
 
+def test_a_file_that_no_disk_reads_is_refused(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It looks like a plain file, and its first byte cannot be read."""
+    (run_folder / "memory-00000.jsonl").symlink_to("/proc/self/mem")
+    assert main([*VERBS["report"], "-o", "out.html"]) == 2
+    assert "error: a file cannot be read or written: Input/output error" in capsys.readouterr().err
+    assert not Path("out.html").exists()
+
+
 def test_a_folder_that_is_no_run_is_not_cleared(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_folder / "run.toml").rename("run.toml")
     job = ["train", "run.toml", "--overwrite"]
