@@ -77,6 +77,7 @@ class Progress:
 def build(request: BuildRequest, report: Callable[[Progress], None] = lambda progress: None) -> BuildReport:
     started = time.perf_counter()
     check_workers(request.workers)
+    _check_apart(request.sources, request.output)
     tokenizer = load_tokenizer(request.tokenizer, request.end_of_document)
     files = find_inputs(request.sources)
     plan = _plan(request, tokenizer, files)
@@ -92,6 +93,13 @@ def build(request: BuildRequest, report: Callable[[Progress], None] = lambda pro
         _publish(folder / "store", request.output)
     speed = (manifest.tokens - resumed) / (tokenised - started)
     return _report(request.output, manifest, time.perf_counter() - started, speed, resumed)
+
+
+def _check_apart(sources: tuple[str, ...], output: Path) -> None:
+    """A store inside a folder that is read would be read by the next build of that folder."""
+    for source in sources:
+        if Path(source).is_dir() and output.resolve().is_relative_to(Path(source).resolve()):
+            raise UserError(f"output={output} is inside {source}, which is read; use a folder outside it")
 
 
 def _plan(request: BuildRequest, tokenizer: Tokenizer, files: list[InputFile]) -> dict[str, Any]:

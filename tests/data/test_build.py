@@ -206,6 +206,13 @@ def test_parts_of_another_build_are_not_used(corpus: Path, whole: dict[str, byte
     assert contents(tmp_path / "store") == whole
 
 
+def test_a_store_inside_what_is_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("one")
+    with pytest.raises(UserError, match="which is read; use a folder outside it"):
+        build(BuildRequest(sources=(str(tmp_path),), output=tmp_path / "deep" / "store"))
+    assert [path.name for path in tmp_path.iterdir()] == ["one.txt"]
+
+
 def test_a_finished_store_is_kept(corpus: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     again = build(request(corpus, corpus / "whole"))
     assert again.resumed_tokens == again.tokens
