@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cuboid.errors import UserError
-from cuboid.planning.mixed import Machines
 from cuboid.planning.mixed_file import node_groups, planned_machines, planned_nodes
 from cuboid.planning.mixed_search import mixed_job
 from cuboid.planning.question import resized_cluster
 from cuboid.resilience.replan import Choice, Replanner
 from cuboid.spec.cluster import ClusterSpec
+from cuboid.spec.groups import Group
 from cuboid.spec.run import Run, check_supported
 
 MARK = "@"
@@ -81,11 +81,11 @@ class GroupReplanner:
         """Over all groups that are there, or by one group alone; the leader's takes part."""
         run, machines = self._run, planned_machines(self._run)
         names = [name for name in machines.names if counts.get(name)]
-        told = " and ".join(f"{counts[name]} nodes of {name}" for name in names)
+        told = " and ".join(f"{counts[name]} node{'s' * (counts[name] > 1)} of {name}" for name in names)
         found: list[tuple[float, Choice, list[str]]] = []
         if len(names) > 1:
             groups = tuple(
-                replace(group, cluster=replace(_resized(machines, group.name, counts[group.name]), name=group.name))
+                replace(group, cluster=self._cluster_of(group, counts[group.name]))
                 for group in machines.groups.groups
                 if group.name in names
             )
@@ -111,10 +111,11 @@ class GroupReplanner:
         _, choice, order = min(found, key=lambda each: each[0])
         return choice, order
 
-
-def _resized(machines: Machines, name: str, nodes: int) -> ClusterSpec:
-    cluster = next(group.cluster for group in machines.groups.groups if group.name == name)
-    return resized_cluster(cluster, nodes * cluster.accelerators_per_node)
+    def _cluster_of(self, group: Group, nodes: int) -> ClusterSpec:
+        """So many nodes of a group. One with more accelerators than the job has ranks on a node counts as several."""
+        planned = group.cluster.accelerators // self._ranks
+        cluster = replace(group.cluster, nodes=planned, accelerators_per_node=self._ranks)
+        return replace(resized_cluster(cluster, nodes * self._ranks), name=group.name)
 
 
 def _members(nodes: Sequence[str], order: Sequence[str]) -> Members:

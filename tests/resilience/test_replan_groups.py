@@ -16,10 +16,7 @@ from cuboid.spec.model import load_model
 from cuboid.spec.run import Run
 
 
-@pytest.fixture(scope="module")
-def run() -> Run:
-    """Four nodes: the first stages on two of old, the last on two of new."""
-    kinds = {"new": "h100x16", "old": "a100x16"}
+def planned(layout: str, line: Line, **kinds: str) -> Run:
     groups = Groups(
         name="lab",
         groups=tuple(Group(name=name, site="lab", cluster=load_cluster(kind)) for name, kind in kinds.items()),
@@ -28,8 +25,14 @@ def run() -> Run:
     model = load_model("llama3-8b")
     asked = tuple(Question(model=model, cluster=g.cluster, global_batch=128, sequence=4096) for g in groups.groups)
     machines = Machines(groups, asked)
-    job = predict_mixed(machines, Layout.parse("dp=16,pp=2,zero=1,layers=9:23"), (Line((1, 0), 16),))
+    job = predict_mixed(machines, Layout.parse(layout), (line,))
     return mixed_run(machines, job)
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    """Four nodes: the first stages on two of old, the last on two of new."""
+    return planned("dp=16,pp=2,zero=1,layers=9:23", Line((1, 0), 16), new="h100x16", old="a100x16")
 
 
 def nodes(*groups: str) -> list[str]:
@@ -70,3 +73,13 @@ def test_a_job_that_has_begun_is_planned_for_those_that_are_left(run: Run, came:
     assert set(members) <= set(there) and len(members) == choice.nodes == len(set(members))
     assert layout.world_size == 8 * choice.nodes
     assert 128 % layout.batch_unit == 0
+
+
+def test_a_node_with_more_accelerators_counts_as_several() -> None:
+    """Eight accelerators on a node of big, four on one of small, so four ranks on each: four nodes and two."""
+    run = planned("dp=8,pp=3,zero=1,layers=9:9:14", Line((0, 0, 1), 8), big="h100x16", small="gb200x8")
+    there = nodes("big", "big", "big", "small")
+    choice, members = GroupReplanner(run, 4, lambda: True).arrange(there)
+    assert Layout.parse(choice.layout).world_size == 4 * choice.nodes
+    assert set(members) <= set(there) and len(members) == choice.nodes == len(set(members))
+    assert choice.why.startswith("3 nodes of big and 1 node of small: ")
