@@ -155,8 +155,9 @@ def predict_mixed(machines: Machines, layout: Layout, lines: Sequence[Line]) -> 
         tables = {group: memory_table(each, alike, share) for group, each in asked.items()}
         count = batch // (alike.dp * alike.micro_batch)
         costs = _costs(line, part, known)
-        delays = _delays(machines, line, part, known, crossings, sent * layout.micro_batch_of(first))
-        spans.append(max(_span(alike, costs, delays, count), count * _busiest_link(machines, lines, part, sent)))
+        message = sent * layout.micro_batch_of(first)
+        delays = _delays(machines, line, part, known, crossings, message)
+        spans.append(max(_span(alike, costs, delays, count), count * _busiest_link(machines, lines, part, message)))
         for each in asked.values():
             parts = score(each, Space.of([alike], each)).parts
             data.append(float(parts["data"][0]))

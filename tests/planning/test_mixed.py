@@ -87,6 +87,16 @@ def test_a_slow_link_costs_time_and_what_is_decided_stays() -> None:
     assert split is not None and split.layout.zero == 3 and split.fits
 
 
+def test_a_full_link_takes_as_long_whatever_the_micro_batches() -> None:
+    groups = lab("h100x8", "a100x8", gbit=1)
+    machines, layout = Machines(groups, tuple(questions(groups, 128))), Layout.parse("dp=8,pp=2,zero=1,schedule=gpipe")
+    spans = [
+        predict_mixed(machines, layout.changed(micro_batch=size), (Line((0, 1), 8),)).spans[0] for size in (1, 2, 4)
+    ]
+    full = 128 * 4096 * MODEL.hidden * 2 / (1e9 / 8)
+    assert min(spans) >= full
+
+
 def test_stages_go_to_kinds_by_their_speed() -> None:
     """No layer moved from one stage to another makes the step shorter, whatever the kinds hold besides."""
     groups = lab("h100x8", "a100x8")
