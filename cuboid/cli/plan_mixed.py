@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, either
 from cuboid.planning.choose import fastest
 from cuboid.planning.mixed import Machines, MixedJob, PipelineRank, line_timeline, predict_mixed
 from cuboid.planning.mixed_file import (
@@ -19,7 +19,7 @@ from cuboid.planning.mixed_file import (
     node_size,
     start_lines,
 )
-from cuboid.planning.mixed_search import mixed_job
+from cuboid.planning.mixed_search import TRIED, mixed_job
 from cuboid.planning.picture import chrome_trace, svg
 from cuboid.planning.plan import GIB, amount
 from cuboid.readers import check_output, write_output
@@ -52,6 +52,10 @@ def plan_one_job(groups: Groups, ask: Ask, global_batch: int) -> Found:
             f"model={questions[0].model.name} is one's own, which is planned for accelerators of one kind; name one "
             f"group, as in {groups.name}.toml:{groups.groups[0].name}"
         )
+    for name, value in questions[0].fixed.items():
+        if value not in TRIED.get(name, (value,)):
+            near = either(f"{name}={other}" for other in TRIED[name])
+            raise UserError(f"{name}={value} is not tried for one job over several groups; use {near}")
     job = mixed_job(groups, questions, global_batch)
     if job is None:
         raise UserError(

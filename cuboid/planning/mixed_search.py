@@ -31,7 +31,10 @@ from cuboid.spec.fitting import check
 from cuboid.spec.groups import Groups
 from cuboid.spec.layout import RECOMPUTE, Layout
 
-MICRO_BATCHES = (1, 2, 4, 8)
+SIZES = (1, 2, 4, 8)
+TRIED: dict[str, tuple[Any, ...]] = {"tp": SIZES, "micro_batch": SIZES, "zero": (1, 2, 3), "cp": (1,), "vpp": (1,)}
+TRIED["schedule"] = ("1f1b", "zb1p")
+"""Of these fields no other values."""
 LOOKED_AT = 160
 """Divisions whose layers are dealt and whose memory is counted."""
 FINALISTS = 4
@@ -132,7 +135,7 @@ def _schedules(question: Question, layout: Layout) -> Iterator[Layout]:
     if layout.pp == 1:
         yield layout
         return
-    for name in ("1f1b", "zb1p"):
+    for name in TRIED["schedule"]:
         if question.fixed.get("schedule", name) == name:
             yield layout.changed(schedule=name)
 
@@ -161,10 +164,10 @@ class _Known:
     def _tensor(self) -> list[int]:
         """Degrees that stay inside the nodes of all groups."""
         nodes = [question.cluster.accelerators_per_node for question in self.machines.questions]
-        return self._allowed("tp", [tp for tp in (1, 2, 4, 8) if all(node % tp == 0 for node in nodes)])
+        return self._allowed("tp", [tp for tp in TRIED["tp"] if all(node % tp == 0 for node in nodes)])
 
     def _micro_batches(self) -> list[int]:
-        return self._allowed("micro_batch", [size for size in MICRO_BATCHES if self.batch % size == 0])
+        return self._allowed("micro_batch", [size for size in TRIED["micro_batch"] if self.batch % size == 0])
 
     def _recompute(self) -> list[str]:
         return self._allowed("recompute", RECOMPUTE)

@@ -84,6 +84,13 @@ def test_what_cannot_be_is_refused(folder: Path, capsys: pytest.CaptureFixture[s
     assert "--one-job is for a cluster file with several groups" in capsys.readouterr().err
     assert main([*QUESTION, "--objective", "cost"]) == 2
     assert "objective=cost is not for one job over several groups" in capsys.readouterr().err
+    for field, sentence in (
+        ("cp=2", "cp=2 is not tried for one job over several groups; use cp=1"),
+        ("schedule=gpipe", "schedule=gpipe is not tried for one job over several groups; use schedule=1f1b or"),
+        ("zero=0", "zero=0 is not tried for one job over several groups; use zero=1, zero=2 or zero=3"),
+    ):
+        assert main([*QUESTION, "--fix", field]) == 2
+        assert sentence in capsys.readouterr().err
     assert main(["plan", "llama3-405b", "kinds.toml", "--one-job", *asked]) == 2
     assert "no job over new and old fits llama3-405b" in capsys.readouterr().err
     assert not (folder / "plan.toml").exists()
