@@ -34,7 +34,7 @@ from cuboid.spec.layout import RECOMPUTE, Layout
 SIZES = (1, 2, 4, 8)
 TRIED: dict[str, tuple[Any, ...]] = {"tp": SIZES, "micro_batch": SIZES, "zero": (1, 2, 3), "cp": (1,), "vpp": (1,)}
 TRIED["schedule"] = ("1f1b", "zb1p")
-"""Of these fields no other values."""
+"""Values of fields; of these no others."""
 LOOKED_AT = 160
 """Divisions whose layers are dealt and whose memory is counted."""
 FINALISTS = 4

@@ -21,6 +21,7 @@ from cuboid.spec.run import Run
 WORTH = 1.1
 """So much longer a step must be now: times of steps vary by some percent."""
 SIMPLER = 1.05
+"""So many times as long may be a step with other parts of the batch, in place of other layers."""
 LARGER = 2
 """Where replicas differ in the size of micro-batches, the largest is at most so many times as large as `micro_batch`
 says: there may be no more memory."""
