@@ -6,7 +6,7 @@
 
 Trains in bf16 on real text (`fp8.py`), then reads batches that it has not trained on in bf16 and with every scaling.
 Two trainings end apart by where they chanced to go; here nothing differs but the rounding, so that a ten-thousandth of
-the loss is seen. `tensor, exact sums`: without sums within the multipliers.
+the loss is seen. `tensor, exact sums`: without fast accumulation.
 
 --outliers: before that, one column of what goes into each layer's last matmul is made 2^n times as large and its
 weights as much smaller, so that the model computes the same. Prints a line of JSON for each."""

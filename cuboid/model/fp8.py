@@ -65,7 +65,7 @@ def quantise_columns(x: Tensor, dtype: torch.dtype, by_row: bool, apart: bool = 
 
 
 def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """a @ b.T, both row after row. `fast`: sums within the multipliers, which keeps fewer bits of them; not of
+    """a @ b.T, both row after row. `fast`: fast accumulation, which keeps fewer bits of sums; not of
     blocks."""
     if is_of_blocks(a_scale):
         return block_matmul(a, a_scale, b, b_scale, dtype)

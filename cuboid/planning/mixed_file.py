@@ -7,7 +7,7 @@ ranks_per_node = 8
 group = "old"
 nodes = 1
 [[plan.lines]]                        # replicas, and the group of each of their pipeline ranks
-[[plan.pipeline_ranks]]                        # each pipeline rank of each line: layers, seconds, memory
+[[plan.pipeline_ranks]]               # each pipeline rank of each line: layers, seconds, memory
 [[plan.groups]]                       # what the cluster file said"""
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _group(group: Group) -> dict[str, object]:
     return {**{key: value for key, value in encode(group).items() if key in OWN}, "cluster": cluster}
 
 
-# Back again.
+# The run file, read.
 
 
 def planned_nodes(run: Run) -> list[str] | None:

@@ -54,7 +54,7 @@ def unequal_job(groups: Groups, ask: Ask, global_batch: int) -> Other | None:
     if found is None:
         return None
     return Other(
-        name="one job with unequal replicas",
+        name="one job of unequal parts",
         layout=str(found.layout),
         step_seconds=found.step_seconds,
         tokens_per_second=found.tokens_per_second,

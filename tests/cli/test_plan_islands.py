@@ -142,7 +142,7 @@ def test_unequal_replicas_are_one_of_the_ways(folder: Path, capsys: pytest.Captu
     question = ["qwen2.5-0.5b", "sites.toml", "--global-batch", "1440", "--seq", "2048"]
     assert main(["plan", *question, "-o", "plan.toml"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "one job with unequal replicas over the links" in shown
+    assert "one job of unequal parts over the links" in shown
     assert main(["explain", "plan.toml", "--json"]) == 0
     unequal = json.loads(capsys.readouterr().out)["unequal"]
     assert "batch_weights=" in unequal["layout"]
