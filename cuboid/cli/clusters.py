@@ -61,6 +61,7 @@ def _group_row(group: Group) -> dict[str, object]:
         "nodes": cluster.nodes,
         "accelerators_per_node": cluster.accelerators_per_node,
         "memory_gib": cluster.memory_gib,
+        "watts": cluster.watts or None,
         "tiers": [asdict(tier) for tier in cluster.tiers],
     }
 
@@ -82,7 +83,7 @@ def _show_catalog(names: list[str]) -> None:
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False)
     table.add_column("accelerator", style="bold", no_wrap=True)
-    for head in ("TFLOPS", "GiB", "GB/s", "a node"):
+    for head in ("TFLOPS", "GiB", "GB/s", "W", "a node"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("links")
     for name in names:
@@ -94,6 +95,7 @@ def _show_catalog(names: list[str]) -> None:
             f"{peaks.get('bf16', peaks.get('fp16')):g}",
             f"{entry['memory_gib']:g}",
             f"{entry['memory_bandwidth']:,g}",
+            f"{entry['watts']:,g}" if "watts" in entry else "–",
             str(entry["accelerators_per_node"] or "any"),
             ", ".join(domains),
         )
@@ -108,7 +110,8 @@ def _show_catalog(names: list[str]) -> None:
         assert isinstance(source, dict)
         links.add_row(name, f"{row['bandwidth']:g}", f"{row['latency']:g}", source["bandwidth"])
     console.print(links)
-    console.print("TFLOPS: dense, bf16 (fp16 where there is none). --json has all precisions, aliases and sources.")
+    console.print("TFLOPS: dense, bf16 (fp16 where there is none). W: board power.")
+    console.print("--json has all precisions, aliases and sources.")
 
 
 def _show_file(found: Groups) -> None:
@@ -118,7 +121,18 @@ def _show_file(found: Groups) -> None:
     console = Console(highlight=False)
     console.print(f"{found.name}: {found.accelerators:,} accelerators")
     table = Table(box=None, pad_edge=False)
-    for head in ("group", "site", "accelerators", "GiB", "links inside", "uplink Gbit/s", "price", "spot", "life h"):
+    for head in (
+        "group",
+        "site",
+        "accelerators",
+        "GiB",
+        "W",
+        "links inside",
+        "uplink Gbit/s",
+        "price",
+        "spot",
+        "life h",
+    ):
         table.add_column(head, style="bold" if head == "group" else None, no_wrap=head == "accelerators")
     for group in found.groups:
         given = (group.uplink_gbit, group.price, group.spot_price, group.life_hours)
@@ -127,6 +141,7 @@ def _show_file(found: Groups) -> None:
             group.site,
             _counted(group.cluster),
             f"{group.cluster.memory_gib:g}",
+            f"{group.cluster.watts:g}" if group.cluster.watts else "–",
             ", ".join(f"{tier.name} × {tier.size}" for tier in group.cluster.tiers),
             *("–" if value is None else f"{value:g}" for value in given),
         )

@@ -11,6 +11,7 @@ import typer
 
 from cuboid.errors import UserError, nearest_names
 from cuboid.planning.choose import cheapest, fewest, plans
+from cuboid.planning.energy import no_watts, sentence
 from cuboid.planning.export.engines import FIXED, export
 from cuboid.planning.plan import GIB, Plan, amount, dump_plan, error_line, losses
 from cuboid.planning.question import Question, common_precision, parse_fixed, parse_memory, precision_on
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from cuboid.planning.islands import Ask
     from cuboid.planning.sensitivity import Change
 
-OBJECTIVES = ("time", "cost", "memory", "gpus")
+OBJECTIVES = ("time", "cost", "energy", "memory", "gpus")
 
 
 def command(
@@ -57,7 +58,7 @@ def command(
     objective: Annotated[
         str | None,
         typer.Option(
-            help="time, cost, memory, gpus (fewest in time for --deadline); to generate: throughput, latency."
+            help="time, cost, energy, memory, gpus (fewest in time for --deadline); to generate: throughput, latency."
         ),
     ] = None,
     fix: Annotated[list[str] | None, typer.Option(help="Decide a field yourself: tp=8, or tp=8,pp=4.")] = None,
@@ -68,7 +69,9 @@ def command(
         typer.Option(help="Only what the files of megatron, deepspeed, torchtitan or nanotron can say, at its costs."),
     ] = None,
     beyond: Annotated[bool, typer.Option("--beyond", help="Also layouts Cuboid's engine cannot train yet.")] = False,
-    tokens: Annotated[float | None, typer.Option(help="Tokens to train on; says how many days that takes.")] = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="Tokens to train on; says how many days and kWh that takes.")
+    ] = None,
     deadline: Annotated[float | None, typer.Option(help="Days to train in.")] = None,
     budget: Annotated[float | None, typer.Option(help="Most it may cost, at the prices of a cluster file.")] = None,
     front: Annotated[
@@ -178,7 +181,7 @@ def command(
     changes = _sensitivity(ask, place, global_batch) if sensitivity else None
     if as_json:
         answer: dict[str, object] = {"model": question.model.name, "plans": [as_row(plan) for plan in found]}
-        answer |= {"days": found[0].days(tokens)} if tokens else {}
+        answer |= {"days": found[0].days(tokens), "kwh": found[0].energy(tokens)} if tokens else {}
         print(json.dumps(answer | (_as_json(changes) if changes is not None else {})))
         return
     from rich.console import Console
@@ -214,7 +217,7 @@ def _check_groups(
 ) -> None:
     one = f"name one group, as in {cluster}:{groups.groups[0].name}"
     asked = {"for": (purpose, "train"), "for-engine": (for_engine, None), "engine": (engine, "cuboid")}
-    if objective in ("cost", "gpus"):
+    if objective in ("cost", "energy", "gpus"):
         objective = None
     for name, (value, usual) in (asked | {"objective": (objective or "time", "time")}).items():
         if value != usual:
@@ -234,9 +237,10 @@ def _asks_for_prices(
     if budget is not None or front is not None:
         return True
     if len(groups.groups) > 1:
-        return objective in ("cost", "gpus") or deadline is not None
+        return objective in ("cost", "energy", "gpus") or deadline is not None
     priced = any(group.price is not None or group.spot_price is not None for group in groups.groups)
-    return (priced and objective == "cost" and tokens is not None) or (deadline is not None and objective != "gpus")
+    weighed = priced and objective in ("cost", "energy") and tokens is not None
+    return weighed or (deadline is not None and objective != "gpus")
 
 
 @uncollected()
@@ -258,8 +262,9 @@ def _answer_islands(
     if output is not None:
         write_output(output, dump_islands_plan(found, tokens or 0.0))
     if as_json:
-        days = {"days": tokens / found.tokens_per_second / 86400} if tokens else {}
-        print(json.dumps(told.as_json(found) | days | (_as_json(changes) if changes is not None else {})))
+        days = tokens / found.tokens_per_second / 86400 if tokens else None
+        ends = {"days": days, "kwh": found.energy(days)} if days else {}
+        print(json.dumps(told.as_json(found) | ends | (_as_json(changes) if changes is not None else {})))
         return
     from rich.console import Console
 
@@ -288,7 +293,9 @@ def _answer(question: Question, objective: str, top: int, tokens: float | None, 
         if not tokens or not deadline or tokens <= 0 or deadline <= 0:
             raise UserError("objective=gpus needs a deadline; add --tokens 300e9 --deadline 30")
         return fewest(question, tokens=tokens, days=deadline, top=top)
-    if objective == "cost":
+    if objective == "energy" and not question.cluster.watts:
+        raise no_watts(question.cluster.name)
+    if objective in ("cost", "energy"):  # of one kind, both are accelerator-hours
         return cheapest(question, top=top)
     return plans(question, top=top, objective=objective)
 
@@ -346,6 +353,8 @@ def show(console: Console, plans: list[Plan], written: Path | None = None, token
         console.print(f"· {reason}")
     days = f"; {amount(tokens)} take {first.days(tokens):.3g} days on {question.cluster.name}" if tokens else ""
     console.print(f"· a billion tokens cost {first.hours:,.4g} GPU-hours{days}")
+    if tokens:
+        console.print(f"· {sentence(first.energy(tokens))}")
     if first.alternatives:
         other = first.alternatives[0]
         slower = other.step_seconds / first.seconds - 1

@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from cuboid.cost.rounds import EFFICIENCY
+from cuboid.planning.energy import sentence
 from cuboid.planning.island_file import start_lines
 from cuboid.planning.island_links import Paths, fragment_bytes
 from cuboid.planning.islands import IslandsPlan
@@ -93,7 +94,8 @@ def show(console: Console, plan: IslandsPlan, written: str = "", tokens: float |
         console.print(f"· one job over the links: {plan.one_job_refused}", markup=False)
     console.print(f"· {plan.loss.sentence}")
     if tokens:
-        console.print(f"· {amount(tokens)} tokens take {tokens / rate / 86400:.3g} days")
+        days = tokens / rate / 86400
+        console.print(f"· {amount(tokens)} tokens take {days:.3g} days, {sentence(plan.energy(days))}")
     for note in (*plan.notes, *plan.groups.omitted()):
         console.print(f"! {note}", style="yellow", markup=False)
     if written:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cuboid.errors import UserError, either
 from cuboid.planning.choose import fastest
+from cuboid.planning.energy import kilowatt_hours, sentence
 from cuboid.planning.mixed import Machines, MixedJob, PipelineRank, line_timeline, predict_mixed
 from cuboid.planning.mixed_file import (
     dump_mixed_plan,
@@ -41,6 +42,16 @@ class Found:
     job: MixedJob
     alone: tuple[tuple[str, float], ...]
     """The fastest group by itself, with its tokens a second; nothing where none fits the model."""
+
+    def days(self, tokens: float) -> float:
+        return tokens / self.job.tokens_per_second / 86400
+
+    def energy(self, tokens: float) -> float | None:
+        """Kilowatt-hours at board power of the ranks of every group; None: of one it is not known."""
+        layout, groups = self.job.layout, self.machines.groups.groups
+        each = layout.world_size // (layout.dp * layout.pp)
+        parts = [(groups[at].cluster, line.replicas * each) for line in self.job.lines for at in line.groups]
+        return kilowatt_hours(parts, self.days(tokens))
 
 
 @uncollected()
@@ -77,7 +88,7 @@ def answer(found: Found, output: Path | None, tokens: float | None, as_json: boo
     if output is not None:
         write_output(output, dump_mixed_plan(found.machines, found.job, tokens or 0.0))
     if as_json:
-        more = {"days": tokens / found.job.tokens_per_second / 86400} if tokens else {}
+        more = {"days": found.days(tokens), "kwh": found.energy(tokens)} if tokens else {}
         print(json.dumps(table_of(found.machines, found.job) | {"alone": dict(found.alone)} | more))
         return
     from rich.console import Console
@@ -87,7 +98,8 @@ def answer(found: Found, output: Path | None, tokens: float | None, as_json: boo
     for name, rate in found.alone:
         console.print(f"· {name} alone: {rate:,.0f} tokens/s, {rate / found.job.tokens_per_second - 1:+.0%}")
     if tokens:
-        console.print(f"· {amount(tokens)} tokens take {tokens / found.job.tokens_per_second / 86400:.3g} days")
+        told = sentence(found.energy(tokens))
+        console.print(f"· {amount(tokens)} tokens take {found.days(tokens):.3g} days, {told}")
     for note in found.machines.groups.omitted():
         console.print(f"! {note}", style="yellow", markup=False)
     if output is not None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from cuboid.errors import UserError
 from cuboid.planning.choose import plans
+from cuboid.planning.energy import written
 from cuboid.planning.front_picture import svg
 from cuboid.planning.island_file import dump_islands_plan
 from cuboid.planning.islands import Ask, plan_islands
-from cuboid.planning.offers import FAILURES, Offer, best, fewer, front, offers, part
+from cuboid.planning.offers import FAILURES, Measure, Offer, best, fewer, front, offers, part
 from cuboid.planning.plan import amount, dump_plan
 from cuboid.readers import check_output, write_output
 from cuboid.spec.groups import Groups
@@ -31,14 +32,19 @@ class Wanted:
     output: Path | None
     picture: Path | None
 
+    @property
+    def measure(self) -> Measure:
+        """What the front weighs against days."""
+        return "energy" if self.objective == "energy" else "cost"
+
     def check(self) -> None:
         for name, value in (("budget", self.budget), ("deadline", self.deadline), ("tokens", self.tokens)):
             if value is not None and not 0 < value < float("inf"):
                 raise UserError(f"{name}={value:g} is not above 0; use {name}=1000")
-        if self.objective not in ("time", "cost", "gpus"):
-            raise UserError(f"objective={self.objective} is not for prices; use time, cost or gpus")
+        if self.objective not in ("time", "cost", "energy", "gpus"):
+            raise UserError(f"objective={self.objective} is not for prices and limits; use time, cost, energy or gpus")
         if self.tokens is None:
-            raise UserError("what a training costs depends on its tokens; add --tokens 1e12")
+            raise UserError("what a training costs and its energy depend on its tokens; add --tokens 1e12")
         for path in (self.output, self.picture):
             if path is not None:
                 check_output(path)
@@ -51,13 +57,13 @@ def answer_offers(groups: Groups, ask: Ask, global_batch: int, wanted: Wanted, a
     if wanted.objective == "gpus":
         found = fewer(groups, ask, global_batch, tokens, found, wanted.budget, wanted.deadline)
     chosen = best(found, wanted.objective, wanted.budget, wanted.deadline)
-    fronted = front(found)
-    if wanted.picture is not None and not any(offer.cost for offer in fronted):
+    fronted = front(found, wanted.measure)
+    if wanted.picture is not None and not any(offer.of(wanted.measure) for offer in fronted):
         raise UserError(f"{groups.name} has no prices to draw; add price or spot_price to its groups")
     if wanted.output is not None:
         write_output(wanted.output, _run_file(groups, ask, global_batch, chosen, tokens))
     if wanted.picture is not None:
-        write_output(wanted.picture, svg(found, chosen, f"{amount(tokens)} tokens on {groups.name}"))
+        write_output(wanted.picture, svg(found, chosen, f"{amount(tokens)} tokens on {groups.name}", wanted.measure))
     if as_json:
         told = {"objective": wanted.objective, "tokens": tokens, "failures": FAILURES}
         rows = [as_row(offer) for offer in fronted]
@@ -84,6 +90,7 @@ def as_row(offer: Offer) -> dict[str, object]:
         "goodput": offer.goodput,
         "days": offer.days,
         "cost": offer.cost,
+        "kwh": offer.energy,
     }
 
 
@@ -92,13 +99,14 @@ def _show(groups: Groups, fronted: list[Offer], chosen: Offer, wanted: Wanted) -
     from rich.table import Table
 
     console = Console(highlight=False)
+    most = "cheapest" if wanted.measure == "cost" else "least consuming"
     console.print(
-        f"{amount(wanted.tokens or 0.0)} tokens on {groups.name}: the fastest and cheapest ways, with failures",
+        f"{amount(wanted.tokens or 0.0)} tokens on {groups.name}: the fastest and {most} ways, with failures",
         markup=False,
     )
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for name in ("days", "cost", "GPUs", "training"):
+    for name in ("days", "cost", "kWh", "GPUs", "training"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("on", style="bold", overflow="fold")
     step = max(1, -(-len(fronted) // SHOWN))
@@ -106,14 +114,22 @@ def _show(groups: Groups, fronted: list[Offer], chosen: Offer, wanted: Wanted) -
     for offer in shown if chosen in shown else [chosen, *shown]:
         cost = "–" if offer.cost is None else f"{offer.cost:,.0f}" if offer.cost >= 100 else f"{offer.cost:.3g}"
         mark = "→" if offer == chosen else ""
-        table.add_row(mark, f"{offer.days:.3g}", cost, str(offer.accelerators), f"{offer.goodput:.1%}", offer.name)
+        energy = "–" if offer.energy is None else written(offer.energy)
+        cells = (f"{offer.days:.3g}", cost, energy, str(offer.accelerators), f"{offer.goodput:.1%}")
+        table.add_row(mark, *cells, offer.name)
     console.print(table)
     limits = [f"budget {wanted.budget:g}"] if wanted.budget is not None else []
     limits += [f"deadline {wanted.deadline:g} days"] if wanted.deadline is not None else []
     within = f" within {' and '.join(limits)}" if limits else ""
-    words = {"time": "the fastest", "cost": "the cheapest", "gpus": "the fewest accelerators"}
+    words = {
+        "time": "the fastest",
+        "cost": "the cheapest",
+        "energy": "the least energy",
+        "gpus": "the fewest accelerators",
+    }
     console.print(f"→ {words[wanted.objective]}{within}: {chosen.layout}", markup=False, style="bold")
     console.print("training: the fraction of time that is, with published failures and life_hours of what may be lost")
+    console.print("kWh: at most, at board power; –: not known without watts in the cluster file")
     for sentence in groups.omitted():
         console.print(f"! {sentence}", style="yellow", markup=False)
     for what, path in (("written", wanted.output), ("picture", wanted.picture)):

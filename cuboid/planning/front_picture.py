@@ -1,4 +1,5 @@
-"""What a training costs over the days it takes, as an SVG picture: all offers, their Pareto front, the chosen one."""
+"""What a training costs, or the energy it takes, over its days, as an SVG picture: all offers, their Pareto front, the
+chosen one."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import math
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from cuboid.planning.offers import Offer, front
+from cuboid.planning.offers import Measure, Offer, front
 from cuboid.planning.picture import GRID, INK, text_at
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 960, 520, 84, 64, 24, 60
@@ -15,25 +16,26 @@ MOST_NAMES = 8
 """Names beside points of the front, at most: more would hide each other."""
 
 
-def svg(offers: Sequence[Offer], chosen: Offer, title: str) -> str:
+def svg(offers: Sequence[Offer], chosen: Offer, title: str, measure: Measure = "cost") -> str:
     """Both axes are logarithmic."""
-    priced = [offer for offer in offers if offer.cost]
-    days, costs = [offer.days for offer in priced], [offer.cost or 0.0 for offer in priced]
+    priced = [offer for offer in offers if offer.of(measure)]
+    days, costs = [offer.days for offer in priced], [offer.of(measure) for offer in priced]
 
     def along(value: float, low: float, high: float) -> float:
         return math.log(value / low) / math.log(high / low) if high > low else 0.5
 
     def place(offer: Offer) -> tuple[float, float]:
-        across, up = along(offer.days, min(days), max(days)), along(offer.cost or 1.0, min(costs), max(costs))
+        across, up = along(offer.days, min(days), max(days)), along(offer.of(measure), min(costs), max(costs))
         return LEFT + across * (WIDTH - LEFT - RIGHT - 150), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
-    best = front(priced)
+    best = front(priced, measure)
+    meaning = {"cost": "no other is as fast and as cheap", "energy": "no other is as fast with as few kWh"}[measure]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="Helvetica, Arial, DejaVu Sans, sans-serif">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         text_at(LEFT, 24, title, 16, "bold"),
-        text_at(LEFT, 44, "blue: no other is as fast and as cheap; red: chosen", 12),
+        text_at(LEFT, 44, f"blue: {meaning}; red: chosen", 12),
         f'<path d="M{LEFT} {TOP}V{HEIGHT - BOTTOM + 10}H{WIDTH - RIGHT}" fill="none" stroke="{GRID}"/>',
     ]
     for tick in _ticks(days):
@@ -42,17 +44,17 @@ def svg(offers: Sequence[Offer], chosen: Offer, title: str) -> str:
     for tick in _ticks(costs):
         y = HEIGHT - BOTTOM - along(tick, min(costs), max(costs)) * (HEIGHT - TOP - BOTTOM)
         parts.append(text_at(LEFT - 8, y + 4, f"{tick:,.0f}", 10, anchor="end"))
-    parts += [_dot(place(offer), offer, OTHER, 3) for offer in priced if offer not in best]
+    parts += [_dot(place(offer), offer, OTHER, 3, measure) for offer in priced if offer not in best]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, best))
     parts.append(f'<polyline points="{line}" fill="none" stroke="{FRONT}" stroke-width="1.5"/>')
     every = max(1, math.ceil(len(best) / MOST_NAMES))
     for number, offer in enumerate(best):
         x, y = place(offer)
-        parts.append(_dot((x, y), offer, FRONT, 4))
+        parts.append(_dot((x, y), offer, FRONT, 4, measure))
         if number % every == 0:
             parts.append(text_at(x + 8, y - 6, f"{offer.accelerators} × {offer.name}", 10, fill=INK))
-    if chosen.cost:
-        parts.append(_dot(place(chosen), chosen, CHOSEN, 6))
+    if chosen.of(measure):
+        parts.append(_dot(place(chosen), chosen, CHOSEN, 6, measure))
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -63,8 +65,9 @@ def _ticks(values: Sequence[float]) -> list[float]:
     return [tick for tick in some if min(values) <= tick <= max(values)]
 
 
-def _dot(place: tuple[float, float], offer: Offer, fill: str, radius: int) -> str:
-    tip = f"{offer.accelerators} × {offer.name}: {offer.days:.3g} days, {offer.cost:,.0f}, {offer.layout}"
+def _dot(place: tuple[float, float], offer: Offer, fill: str, radius: int, measure: Measure) -> str:
+    unit = " kWh" if measure == "energy" else ""
+    tip = f"{offer.accelerators} × {offer.name}: {offer.days:.3g} days, {offer.of(measure):,.0f}{unit}, {offer.layout}"
     return (
         f'<circle cx="{place[0]:.1f}" cy="{place[1]:.1f}" r="{radius}" fill="{fill}"><title>{escape(tip)}</title>'
         "</circle>"

@@ -15,6 +15,7 @@ from cuboid.cost.island_loss import ExpectedLoss, expected_loss
 from cuboid.cost.rounds import IslandTimes, Prediction, Timeline, endless, rounds_over_time
 from cuboid.errors import UserError
 from cuboid.planning.choose import SIMULATED, fastest, resized_search, with_reasons
+from cuboid.planning.energy import kilowatt_hours
 from cuboid.planning.island_batches import share, weights_by_speed
 from cuboid.planning.island_links import Paths, Sent, fragment_bytes, sent_between
 from cuboid.planning.plan import Plan
@@ -94,6 +95,10 @@ class IslandsPlan:
     def coordinator(self) -> str:
         """Where islands should meet."""
         return Paths(self.groups, self.members).coordinator.name
+
+    def energy(self, days: float) -> float | None:
+        """Kilowatt-hours at board power; None: of an island it is not known."""
+        return kilowatt_hours([(plan.question.cluster, plan.layout.world_size) for plan in self.plans], days)
 
     @property
     def tokens_per_second(self) -> float:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from cuboid.cost.goodput import HOUR, PUBLISHED, Costs, recommend
 from cuboid.errors import UserError
 from cuboid.planning.choose import each_size, large_enough
+from cuboid.planning.energy import kilowatt_hours, no_watts
 from cuboid.planning.island_failures import failures_of, goodput_of
 from cuboid.planning.islands import Ask, IslandsPlan, islands_alone
 from cuboid.planning.plan import amount
@@ -20,6 +22,8 @@ from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.groups import Group, Groups
 
 DAY = 86400.0
+Measure = Literal["cost", "energy"]
+"""What is weighed against days."""
 TOGETHER = 32
 """Parts of a group that are searched at once for one that is good enough."""
 FAILURES = "rsc"
@@ -42,7 +46,16 @@ class Offer:
     days: float
     cost: float | None
     """In the currency of the file; None: it has no price."""
+    energy: float | None
+    """Kilowatt-hours at board power; None: not known."""
     islands: IslandsPlan | None = None
+
+    def has(self, measure: Measure) -> bool:
+        return (self.cost if measure == "cost" else self.energy) is not None
+
+    def of(self, measure: Measure) -> float:
+        """0 where it is not known."""
+        return (self.cost if measure == "cost" else self.energy) or 0.0
 
     @property
     def name(self) -> str:
@@ -106,6 +119,7 @@ def _of_parts(group: Group, question: Question, parts: Sequence[int], tokens: fl
                 goodput=goodput,
                 days=days,
                 cost=None if price is None else price * size * 24 * days,
+                energy=kilowatt_hours([(group.cluster, size)], days),
             )
 
 
@@ -163,6 +177,7 @@ def _of_islands(groups: Groups, ask: Ask, global_batch: int, tokens: float) -> I
             goodput=goodput,
             days=days,
             cost=24 * days * sum(hourly) if len(hourly) == len(own) else None,
+            energy=kilowatt_hours([(each.question.cluster, each.layout.world_size) for each in own], days),
             islands=plan,
         )
 
@@ -175,17 +190,18 @@ def _without_lives(groups: Groups) -> Groups:
     )
 
 
-def front(found: Iterable[Offer]) -> list[Offer]:
-    """Those of which no other is both as fast and as cheap, the fastest first."""
+def front(found: Iterable[Offer], measure: Measure = "cost") -> list[Offer]:
+    """Those of which no other is both as fast and as cheap, or takes as little energy, the fastest first."""
     kept: list[Offer] = []
-    for offer in sorted((each for each in found if each.cost is not None), key=lambda each: (each.days, each.cost)):
-        if not kept or (offer.cost or 0.0) < (kept[-1].cost or 0.0):
+    for offer in sorted((each for each in found if each.has(measure)), key=lambda each: (each.days, each.of(measure))):
+        if not kept or offer.of(measure) < kept[-1].of(measure):
             kept.append(offer)
     return kept
 
 
 def best(found: Sequence[Offer], objective: str, budget: float | None, deadline: float | None) -> Offer:
-    """The fastest, the cheapest or the one with the fewest accelerators within a budget and a deadline in days."""
+    """The fastest, the cheapest, the one with the least energy or with the fewest accelerators within a budget and a
+    deadline in days."""
     priced = objective == "cost" or budget is not None
     if priced and all(offer.cost is None for offer in found):
         raise UserError(
@@ -193,6 +209,10 @@ def best(found: Sequence[Offer], objective: str, budget: float | None, deadline:
             "add price or spot_price to its groups"
         )
     allowed = [offer for offer in found if not priced or offer.cost is not None]
+    if objective == "energy":
+        allowed = [offer for offer in allowed if offer.energy is not None]
+        if not allowed:
+            raise no_watts("what has a price" if priced else "the cluster file")
     in_time = [offer for offer in allowed if deadline is None or offer.days <= deadline]
     if not in_time:
         quickest = min(allowed, key=lambda offer: offer.days)
@@ -211,6 +231,7 @@ def best(found: Sequence[Offer], objective: str, budget: float | None, deadline:
     keys: dict[str, Callable[[Offer], tuple[float, float]]] = {
         "time": lambda offer: (offer.days, offer.cost or 0.0),
         "cost": lambda offer: (offer.cost or 0.0, offer.days),
+        "energy": lambda offer: (offer.energy or 0.0, offer.days),
         "gpus": lambda offer: (offer.accelerators, offer.days),
     }
     return min(paid, key=keys[objective])

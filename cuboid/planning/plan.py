@@ -16,6 +16,7 @@ from typing import Literal, cast
 
 from cuboid.cost.estimate import Seen, seen
 from cuboid.errors import UserError
+from cuboid.planning.energy import kilowatt_hours
 from cuboid.planning.question import Question
 from cuboid.planning.refine import Refined
 from cuboid.spec.cluster import ClusterSpec, load_cluster
@@ -90,6 +91,10 @@ class Plan(Refined):
     def days(self, tokens: float) -> float:
         """Days to train on so many tokens."""
         return tokens / (self.tokens * self.layout.world_size) / 86400
+
+    def energy(self, tokens: float) -> float | None:
+        """Kilowatt-hours that these take at board power; None: not known."""
+        return kilowatt_hours([(self.question.cluster, self.layout.world_size)], self.days(tokens))
 
     @property
     def hours(self) -> float:

@@ -24,6 +24,8 @@ from cuboid.readers import Table, parse_toml, read_toml
 from cuboid.spec.coding import check_types, decode, field_types, require_known
 
 MOST_ACCELERATORS = 10_000_000
+MOST_WATTS = 1e5
+"""Of one accelerator; a wafer takes a quarter of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,8 @@ class ClusterSpec:
     """GB/s."""
     host_memory_gib: float = 0.0
     """Memory of a node's own, for what is offloaded; 0: not known."""
+    watts: float = 0.0
+    """Board power of one accelerator; 0: not known."""
     measured: dict[str, dict[str, object]] = field(default_factory=dict, hash=False)
     """What `cuboid probe` found, in place of the planner's calibration: chip, fabric, engine -> constant -> value."""
 
@@ -82,6 +86,10 @@ class ClusterSpec:
             )
         if self.host_memory_gib < 0:
             raise UserError(f"cluster.host_memory_gib={self.host_memory_gib} is negative; use 0 where it is not known")
+        if not 0 <= self.watts <= MOST_WATTS:
+            raise UserError(
+                f"cluster.watts={self.watts:g} is not from 0 to {MOST_WATTS:g}; use 0 where board power is not known"
+            )
         for precision, peak in self.peak_tflops.items():
             if peak <= 0:
                 raise UserError(f"cluster.peak_tflops.{precision}={peak} is not positive; use a number above 0")
@@ -209,14 +217,21 @@ def _build(table: Table) -> ClusterSpec:
     if not isinstance(accelerator, str):
         raise UserError(f'cluster.accelerator={accelerator} is not a string; write accelerator = "h100"')
     if complete:
-        return decode(ClusterSpec, table, "cluster")
+        return decode(ClusterSpec, {"watts": _watts(accelerator)} | table, "cluster")
     accelerator = canonical_name(accelerator)
     known = accelerator_table(accelerator)
-    filled = {key: known[key] for key in (*FACTS, "accelerators_per_node")} | table | {"accelerator": accelerator}
+    filled = {key: known[key] for key in (*FACTS, "accelerators_per_node")} | {"watts": _watts(accelerator)}
+    filled |= table | {"accelerator": accelerator}
     nodes, per_node = filled["nodes"], filled["accelerators_per_node"]
     if "tiers" not in filled and isinstance(nodes, int) and isinstance(per_node, int):
         filled["tiers"] = _tiers(known["tiers"], max(nodes * per_node, 1), known["accelerators_per_node"], per_node)
     return decode(ClusterSpec, filled, "cluster")
+
+
+def _watts(accelerator: str) -> float:
+    """The catalog's, of one that it knows."""
+    name = accelerator_names().get(accelerator.lower())
+    return float(accelerator_table(name).get("watts", 0.0)) if name else 0.0
 
 
 def _tiers(entries: list[Table], accelerators: int, usual_node: int, node: int) -> list[Table]:

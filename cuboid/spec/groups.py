@@ -172,6 +172,8 @@ class Groups:
                 names = [group.name for group in self.groups if group.price is None and group.spot_price is None]
             if names:
                 found.append(f"{key} of {_listed(names)} is not given: {meaning}")
+        if names := [group.name for group in self.groups if not group.cluster.watts]:
+            found.append(f"watts of {_listed(names)} is not given, nor in the catalog: its energy is not known")
         return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -56,6 +57,37 @@ def test_the_cheapest_in_time_is_a_run_file(folder: Path, capsys: pytest.Capture
     shown = " ".join(capsys.readouterr().out.split())
     assert "the fastest within budget 1e+06" in shown
     assert "→" in shown
+
+
+def test_least_energy(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(*options: str) -> dict[str, Any]:
+        assert main(["plan", *options, "--json"]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    offered = answer(*QUESTION, "--objective", "energy", "--deadline", "3", "--front", "front.svg")
+    rows = [row["kwh"] for row in offered["front"]]
+    assert rows == sorted(rows, reverse=True) and offered["chosen"]["kwh"] == rows[-1]
+    assert " kWh, " in (folder / "front.svg").read_text()
+    all_of_it = answer(*QUESTION)
+    assert all_of_it["kwh"] == pytest.approx(all_of_it["days"] * 24 * 8 * (0.4 + 0.7))
+    one_job = answer(*QUESTION, "--one-job")
+    assert one_job["kwh"] == pytest.approx(one_job["days"] * 24 * 8 * (0.4 + 0.7))
+
+    one_kind = [QUESTION[0], "h100x16", *QUESTION[2:]]
+    energy = {name: answer(*one_kind, "--objective", name)["kwh"] for name in ("time", "cost", "energy")}
+    assert energy["energy"] <= min(energy.values())
+    assert main(["plan", *one_kind]) == 0
+    assert f"at most {energy['time']:.3g} kWh, at board power" in " ".join(capsys.readouterr().out.split())
+
+    unknown = [QUESTION[0], "tpu-v5ex8", *QUESTION[2:]]
+    assert answer(*unknown)["kwh"] is None
+    assert main(["plan", *unknown]) == 0
+    assert "energy is not known without watts" in " ".join(capsys.readouterr().out.split())
+    for options in ([], ["--deadline", "100"]):
+        assert main(["plan", *unknown, *options, "--objective", "energy", "-o", "plan.toml"]) == 2
+        assert "objective=energy needs the board power" in capsys.readouterr().err
+    assert not (folder / "plan.toml").exists()
 
 
 def test_fewest_of_several_groups(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

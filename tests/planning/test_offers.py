@@ -90,6 +90,46 @@ def test_each_objective_within_its_limits(found: list[Offer]) -> None:
     assert paid.days == min(offer.days for offer in found if (offer.cost or 0) <= 1.1 * (cheapest.cost or 0))
 
 
+def test_energy_by_hand_and_the_least_of_it(found: list[Offer]) -> None:
+    whole = next(offer for offer in found if offer.groups == ("here",) and offer.accelerators == 16)
+    assert whole.energy == pytest.approx(whole.days * 24 * 16 * 0.7)
+    islands = next(offer for offer in found if offer.islands is not None)
+    assert islands.energy == pytest.approx(islands.days * 24 * (16 * 0.7 + 8 * 0.4))
+    least = best(found, "energy", None, None)
+    assert least.energy == min(offer.energy or 0 for offer in found)
+    middle = (found[0].days * least.days) ** 0.5
+    in_time = best(found, "energy", None, middle)
+    assert in_time.energy == min(offer.energy or 0 for offer in found if offer.days <= middle)
+    assert front(found, "energy")[-1].energy == least.energy
+    picture = ElementTree.fromstring(svg(found, least, "energy", "energy"))
+    tips = [element.text or "" for element in picture.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(tips) > len(found) and all(" kWh, " in tip for tip in tips)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(["h100x8", "a100x8", "l40sx8", "v100x8", "tpu-v5ex8"]), min_size=1, max_size=2),
+    watts=st.lists(st.sampled_from([100.0, 350.0, 1500.0, None]), min_size=2, max_size=2),
+    batch=st.sampled_from([8, 64, 96]),
+)
+def test_no_other_objective_takes_less_energy(kinds: list[str], watts: list[float | None], batch: int) -> None:
+    members = []
+    for place, (kind, own) in enumerate(zip(kinds, watts, strict=False)):
+        given = group(f"g{place}", kind, float(place))
+        power = given.cluster.watts if own is None else own
+        members.append(replace(given, cluster=replace(given.cluster, watts=power)))
+    offered = offers(groups(*members), ask, batch, TOKENS)
+    if all(member.cluster.watts == 0 for member in members):
+        with pytest.raises(UserError, match="objective=energy needs the board power"):
+            best(offered, "energy", None, None)
+        return
+    least = best(offered, "energy", None, None).energy
+    assert least is not None
+    for objective in ("time", "cost", "gpus"):
+        other = best(offered, objective, None, None).energy
+        assert other is None or least <= other
+
+
 def test_what_cannot_be_met_is_refused_with_what_would_be_enough(found: list[Offer]) -> None:
     fastest, cheapest = best(found, "time", None, None), best(found, "cost", None, None)
     with pytest.raises(UserError, match="is too short") as refused:

@@ -188,7 +188,21 @@ def test_every_constant_names_its_source() -> None:
     for name, entry in CATALOG["accelerators"].items():
         own = set(entry) - {"source", "base", "aliases", "accelerators_per_node"}
         assert set(entry["source"]) == own, name
-        assert set(accelerator_table(name)["source"]) == {"memory_gib", "memory_bandwidth", "peak_tflops", "tiers"}
+        table = accelerator_table(name)
+        always = {"memory_gib", "memory_bandwidth", "peak_tflops", "tiers"}
+        assert set(table["source"]) == always | ({"watts"} if "watts" in table else set())
+        assert ("watts" in table) == (name not in ("cpu", "tpu-v5e", "tpu-v5p", "tpu-v6e")), name
+
+
+def test_board_power_is_the_catalogs_unless_a_file_says_another(tmp_path: Path) -> None:
+    assert load_cluster("h100x8").watts == 700
+    assert load_cluster("tpu-v5ex8").watts == 0
+    limited = tmp_path / "limited.toml"
+    limited.write_text('accelerator = "h100"\nwatts = 500\n')
+    assert load_cluster(str(limited)).watts == 500
+    limited.write_text('accelerator = "h100"\nwatts = -1.0\n')
+    with pytest.raises(UserError, match=r"cluster\.watts=-1 is not from 0"):
+        load_cluster(str(limited))
 
 
 def test_every_link_is_used() -> None:
@@ -198,7 +212,11 @@ def test_every_link_is_used() -> None:
 
 def test_the_page_lists_every_accelerator() -> None:
     page = (Path(__file__).parents[2] / "docs/clusters.md").read_text(encoding="utf-8")
-    listed = dict(re.findall(r"^\| `([\w-]+)` \| [^|]*\| [^|]*\| ([\d.]+) \|", page, re.MULTILINE))
+    row = r"^\| `([\w-]+)` \| [^|]*\| [^|]*\| ([\d.]+) \| [\d.,]+ \| ([\d.,]+|–) \|"
+    rows = re.findall(row, page, re.MULTILINE)
+    listed = {name: memory for name, memory, _ in rows}
+    power = {name: float(watts.replace(",", "")) for name, _, watts in rows if watts != "–"}
+    assert power == {name: table["watts"] for name in listed if "watts" in (table := accelerator_table(name))}
     names = set(accelerator_names().values())
     assert {name: float(memory) for name, memory in listed.items()} == {
         name: accelerator_table(name)["memory_gib"] for name in names
