@@ -165,7 +165,7 @@ class Leadership:
         choose = Replanner(run, nodes.ranks).choose
 
         def begun() -> bool:
-            return newest_kept(run) > 0
+            return after is not None or newest_kept(run) > 0
 
         arrange = GroupReplanner(run, nodes.ranks, begun).arrange if nodes.group else None
 

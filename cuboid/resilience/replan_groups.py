@@ -49,17 +49,24 @@ class GroupReplanner:
         planned = planned_nodes(run)
         assert planned is not None
         self._run, self._ranks, self._planned, self._begun = run, ranks, planned, begun
+        self._arranged = False
         self._known: dict[tuple[tuple[str, int], ...], tuple[Choice, list[str]]] = {}
 
     def arrange(self, nodes: Sequence[str]) -> tuple[Choice, Members]:
-        """What these nodes do, the leader's the first of them; a `UserError` where they cannot hold the run."""
+        """What these nodes do, the leader's the first of them; a `UserError` where they cannot hold the run. A job that
+        trains already goes on with whoever comes."""
+        arranged = self._arrange(nodes)
+        self._arranged = True
+        return arranged
+
+    def _arrange(self, nodes: Sequence[str]) -> tuple[Choice, Members]:
         came = [node.rpartition(MARK)[0] for node in nodes]
         there, wanted = Counter(came), Counter(self._planned)
         first = came[0]
         if not wanted - there and self._planned[0] == first:
             why = f"{len(self._planned)} nodes: the run's own layout {self._run.layout}"
             return Choice(len(self._planned), self._ranks, str(self._run.layout), why), _members(nodes, self._planned)
-        if len(nodes) >= len(self._planned) and not self._begun():
+        if len(nodes) >= len(self._planned) and not self._arranged and not self._begun():
             self._refuse(there, wanted, first)
         key = ((first, there.pop(first)), *sorted(there.items()))
         if key not in self._known:

@@ -75,6 +75,15 @@ def test_a_job_that_has_begun_is_planned_for_those_that_are_left(run: Run, came:
     assert 128 % layout.batch_unit == 0
 
 
+def test_a_job_that_trains_is_not_ended_by_a_node_of_another_group(run: Run) -> None:
+    """Also before its first checkpoint."""
+    replanner = GroupReplanner(run, 8, lambda: False)
+    replanner.arrange(nodes("old", "old", "new"))
+    there = nodes("old", "old", "new", "old")
+    choice, members = replanner.arrange(there)
+    assert members[0] == there[0] and len(members) == choice.nodes
+
+
 def test_a_node_with_more_accelerators_counts_as_several() -> None:
     """Eight accelerators on a node of big, four on one of small, so four ranks on each: four nodes and two."""
     run = planned("dp=8,pp=3,zero=1,layers=9:9:14", Line((0, 0, 1), 8), big="h100x16", small="gb200x8")
