@@ -44,15 +44,9 @@ def _inside_block(first: Located, found: list[Located]) -> Located:
     behind = [each for each in wrong if f"{each}.".startswith(f"{after}.")]
     if behind:
         if all(".router" in each for each in behind):
-            cause = (
-                "only what comes back through the router is wrong: auxiliary losses, their factor or their statistics"
-            )
-            return replace(first, module=behind[0], cause=cause if is_unknown else first.cause)
+            return replace(first, module=behind[0], cause=THROUGH_ROUTER if is_unknown else first.cause)
         return replace(first, module=after)
     inside = [each for each in wrong if f"{each}.".startswith(f"{before}.")]
     if inside and f"{before}.output" not in inside:
-        cause = (
-            "attention's own backward pass: gradients of queries, keys or values differ though what came in is right"
-        )
-        return replace(first, module=before, cause=cause if is_unknown else first.cause)
+        return replace(first, module=before, cause=IN_ATTENTION if is_unknown else first.cause)
     return replace(first, module=before) if inside else first
