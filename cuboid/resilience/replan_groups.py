@@ -54,7 +54,7 @@ class GroupReplanner:
 
     def arrange(self, nodes: Sequence[str]) -> tuple[Choice, Members]:
         """What these nodes do, the leader's the first of them; a `UserError` where they cannot hold the run. A job that
-        trains already goes on with whoever comes."""
+        trains already continues with whoever comes."""
         arranged = self._arrange(nodes)
         self._arranged = True
         return arranged
