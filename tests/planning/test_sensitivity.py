@@ -42,7 +42,7 @@ def test_more_memory_makes_room() -> None:
     assert found["1.5 × the memory of an accelerator"].tokens_per_second > 0
 
 
-def test_islands_wait_for_the_slowest() -> None:
+def test_islands_share_the_batch_by_speed_so_that_more_of_either_helps() -> None:
     members = tuple(
         Group(name=name, cluster=replace(load_cluster(kind), name=name))
         for name, kind in (("fast", "h100x8"), ("slow", "a100x8"))
@@ -50,6 +50,5 @@ def test_islands_wait_for_the_slowest() -> None:
     link = SiteLink(between=("fast", "slow"), bandwidth_gbit=1, latency_ms=20)
     groups = Groups(name="both", groups=members, links=(link,))
     found = {change.what: change.gain for change in sensitivity_of_islands(ask, groups, 128)}
-    assert found["2 × as many accelerators at slow"] > 0.3
-    assert found["2 × as many accelerators at fast"] == pytest.approx(0, abs=0.01)
+    assert found["2 × as many accelerators at fast"] > found["2 × as many accelerators at slow"] > 0.1
     assert all(gain > -1e-3 for gain in found.values())
