@@ -23,7 +23,7 @@ def weights_by_speed(global_batch: int, speeds: Sequence[float]) -> tuple[int, .
     """What part of a batch each island takes so that no one waits for long: of those as good as the best the one with
     the roundest parts, as layouts divide these."""
     found: list[tuple[float, tuple[int, ...]]] = []
-    for parts in range(len(speeds), min(MOST_PARTS, global_batch) + 1):
+    for parts in range(len(speeds), max(len(speeds), min(MOST_PARTS, global_batch)) + 1):
         if global_batch % parts and parts > len(speeds):
             continue
         weights = _divided(parts, speeds)

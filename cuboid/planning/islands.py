@@ -157,6 +157,11 @@ def fastest_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping
         for weights in _weights(global_batch, [1 / seconds[group.name] for group in members], wanted):
             slowest = max(zip(members, weights, strict=True), key=lambda each: each[1] * seconds[each[0].name])
             ways.append((_most(*slowest, sum(weights), ask, global_batch), members, weights))
+    if not ways and len(by_speed) > 1:
+        raise UserError(
+            f"islands.batch_weights={wanted['batch_weights']} has not 2 to {len(by_speed)} weights, for as many of the "
+            f"groups of {groups.name} as fit the model; use one for each island"
+        )
     refused: UserError | None = None
     known: dict[int, Candidate] = {}
     fastest_known = 0.0

@@ -127,6 +127,8 @@ def test_batches_follow_the_speeds_of_islands(tmp_path: Path) -> None:
         (96, [2.0, 1.0, 1.0], (2, 1, 1)),
         (8, [1.9, 1.0], (5, 3)),
         (7, [100.0, 1.0], (6, 1)),
+        (1, [2.0, 1.0], (1, 1)),
+        (512, [2.0] + [1.0] * 39, (1,) * 40),
     ],
 )
 def test_weights_are_round_and_near_the_speeds(batch: int, speeds: list[float], weights: tuple[int, ...]) -> None:
@@ -136,6 +138,11 @@ def test_weights_are_round_and_near_the_speeds(batch: int, speeds: list[float], 
 @pytest.mark.parametrize(("batch", "count", "own"), [(512, 2, 256), (1024, 3, 352), (3, 3, 1), (2, 3, 1), (100, 3, 32)])
 def test_a_batch_that_does_not_divide_is_rounded(batch: int, count: int, own: int) -> None:
     assert share(batch, count) == own
+
+
+def test_weights_of_more_islands_than_groups_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="batch_weights=2:1:1 has not 2 to 2 weights"):
+        planned(groups_of(tmp_path), {"batch_weights": "2:1:1"})
 
 
 def test_bytes_are_those_the_engine_counts() -> None:
