@@ -2,8 +2,8 @@
 
     confine([folder])      # this process and all that it starts, for good
 
-A campaign of bad input runs its commands so: one of them once wrote a trace over /etc/passwd, because a junk word named
-that file and root may write it. Linux's Landlock says where is written (5.13 and later; 6.2 also who truncates)."""
+A campaign of bad input runs its commands so, because a junk word may name a file of the system, and root may write it.
+Linux's Landlock says where is written (5.13 and later; 6.2 also who truncates)."""
 
 from __future__ import annotations
 
