@@ -17,6 +17,7 @@ from dataclasses import replace
 from itertools import groupby
 from math import ceil, gcd
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from cuboid.errors import UserError
@@ -75,7 +76,8 @@ def start_lines(run: Run, file: str) -> list[str]:
     ]
     first = f"HOST is a node of {nodes[0]}, which has rank 0"
     return [
-        f"on each node of {name}: cuboid train {file} {place} --group {name}" + (f" ({first})" if not number else "")
+        f"on each node of {name}: cuboid train {quote(file)} {place} --group {quote(name)}"
+        + (f" ({first})" if not number else "")
         for number, name in enumerate(dict.fromkeys(nodes))
     ] + several
 

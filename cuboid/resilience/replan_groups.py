@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from shlex import quote
 
 from cuboid.errors import UserError
 from cuboid.planning.mixed_file import node_groups, planned_machines, planned_nodes
@@ -35,7 +36,9 @@ def check_group(run: Run, group: str | None, nodes: int | None) -> None:
     names = list(dict.fromkeys(planned))
     if group not in names:
         told = f"group={group} is not in" if group is not None else "--group is missing for"
-        raise UserError(f"{told} a plan over several groups; add {' or '.join(f'--group {name}' for name in names)}")
+        raise UserError(
+            f"{told} a plan over several groups; add {' or '.join(f'--group {quote(name)}' for name in names)}"
+        )
     if nodes != len(planned):
         counts = " and ".join(f"{count} of {name}" for name, count in Counter(planned).items())
         raise UserError(f"nodes={nodes} are not the {len(planned)} of the plan, {counts}; use --nodes {len(planned)}")

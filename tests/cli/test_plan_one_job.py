@@ -50,6 +50,12 @@ def test_a_plan_says_what_sits_where(folder: Path, capsys: pytest.CaptureFixture
     assert sorted(told["nodes"]) == ["new", "old"]
 
 
+def test_what_is_pasted_into_a_shell_is_quoted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "kinds.toml").write_text(KINDS.replace('"new"', '"new; ls"'))
+    assert main([*QUESTION, "-o", "a plan.toml"]) == 0
+    assert "cuboid train 'a plan.toml' --nodes 2 --rendezvous HOST:29400 --group 'new; ls'" in capsys.readouterr().out
+
+
 def test_other_commands_take_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUESTION, "--fix", "pp=2", "-o", "plan.toml"]) == 0
     capsys.readouterr()
