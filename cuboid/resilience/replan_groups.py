@@ -9,7 +9,7 @@ from dataclasses import replace
 from shlex import quote
 
 from cuboid.errors import UserError
-from cuboid.planning.mixed_file import node_groups, planned_machines, planned_nodes
+from cuboid.planning.mixed_file import AGAIN, node_groups, planned_machines, planned_nodes
 from cuboid.planning.mixed_search import mixed_job
 from cuboid.planning.question import resized_cluster
 from cuboid.resilience.replan import Choice, Replanner
@@ -33,7 +33,11 @@ def check_group(run: Run, group: str | None, nodes: int | None) -> None:
         if group is not None:
             raise UserError(f"group={group} is for a plan of one job over several groups; omit it")
         return
-    names = list(dict.fromkeys(planned))
+    names, machines = list(dict.fromkeys(planned)), planned_machines(run)  # needed when a node is lost, so read now
+    if unknown := [name for name in names if name not in machines.names]:
+        raise UserError(
+            f"plan.nodes.group={unknown[0]} is none of plan.groups, {' and '.join(machines.names)}; {AGAIN}"
+        )
     if group not in names:
         told = f"group={group} is not in" if group is not None else "--group is missing for"
         raise UserError(

@@ -117,6 +117,19 @@ def test_nodes_that_do_not_match_the_plan_are_refused(plan: Path, capsys: pytest
     ):
         assert main([*here, *more]) == 2
         assert sentence in capsys.readouterr().err
+    for old, new, sentence in (
+        (
+            '{group = "slow"',
+            '{group = "attic"',
+            "plan.nodes.group=attic is none of plan.groups, fast and slow; write it anew",
+        ),
+        ("bandwidth_gbit = 10.0", "bandwidth_gbit = 0.0", "links.bandwidth_gbit=0"),
+    ):
+        whole = (plan / "plan.toml").read_text()
+        assert old in whole
+        (plan / "broken.toml").write_text(whole.replace(old, new))
+        assert main(["train", "broken.toml", *here[2:], "--nodes", "2", "--group", "fast"]) == 2
+        assert sentence in capsys.readouterr().err
     assert main(["train", *data, "--nodes", "1", "--rendezvous", "127.0.0.1:1", "--group", "fast"]) == 2
     assert "group=fast is for a plan of one job over several groups; omit it" in capsys.readouterr().err
     assert main(["launch", "slurm", "plan.toml", *data[:2]]) == 2
