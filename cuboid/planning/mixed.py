@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -142,7 +142,7 @@ class Machines:
 
 def predict_mixed(machines: Machines, layout: Layout, lines: Sequence[Line]) -> MixedJob:
     """A layout whose replicas are those of the lines, in order."""
-    question = machines.first
+    question, lines = machines.first, _alike(layout, lines)
     part = held(question.model, layout, question.sequence)
     sent = _message_bytes(question, layout)
     crossings = _all_hops(machines, lines, part)
@@ -194,6 +194,17 @@ def predict_mixed(machines: Machines, layout: Layout, lines: Sequence[Line]) -> 
         update=max(update),
         tokens=question.global_batch * question.sequence,
     )
+
+
+def _alike(layout: Layout, lines: Sequence[Line]) -> tuple[Line, ...]:
+    """Cut where replicas of one line have other weights than the one before."""
+    found, first = [], 0
+    for line in lines:
+        own = range(first, first + line.replicas)
+        weights = [(layout.weight_of(each), layout.shard_weight_of(each)) for each in own]
+        found += [Line(line.groups, len(list(same))) for _, same in groupby(weights)]
+        first += line.replicas
+    return tuple(found)
 
 
 def line_timeline(machines: Machines, job: MixedJob, place: int, count: int) -> Timeline:

@@ -97,6 +97,17 @@ def test_a_full_link_takes_as_long_whatever_the_micro_batches() -> None:
     assert min(spans) >= full
 
 
+def test_replicas_of_one_line_may_have_other_weights() -> None:
+    groups = lab("h100x8", "a100x8")
+    machines = Machines(groups, tuple(questions(groups, 128)))
+    first, last, equal = (
+        predict_mixed(machines, Layout.parse(f"dp=8,pp=2{weights}"), (Line((0, 1), 8),))
+        for weights in (",batch_weights=3x4:1x4", ",batch_weights=1x4:3x4", "")
+    )
+    assert [line.replicas for line in first.lines] == [4, 4] and equal.lines == (Line((0, 1), 8),)
+    assert max(first.spans) == pytest.approx(max(last.spans)) == pytest.approx(1.5 * equal.spans[0], rel=0.05)
+
+
 def test_stages_go_to_kinds_by_their_speed() -> None:
     """No layer moved from one stage to another makes the step shorter, whatever the kinds hold besides."""
     groups = lab("h100x8", "a100x8")
