@@ -362,12 +362,17 @@ def read_safetensors_header(path: str | Path) -> Table:
     """What a plain file says of its tensors, by their names."""
     instead = COPY_AGAIN
     with open_plain(path, instead) as file:
-        size, begin = os.fstat(file.fileno()).st_size, file.read(8)
-        header = int.from_bytes(begin, "little")
-        if len(begin) < 8 or header > min(LARGEST_HEADER, size - 8):
+        try:
+            size, begin = os.fstat(file.fileno()).st_size, file.read(8)
+            header = int.from_bytes(begin, "little")
+            whole = len(begin) == 8 and header <= min(LARGEST_HEADER, size - 8)
+            text = file.read(header) if whole else b""
+        except OSError as problem:
+            raise Unreadable(path, f"cannot be read: {problem.strerror}", instead) from None
+        if not whole:
             raise Unreadable(path, f"is damaged: its {size:,} bytes do not hold the header they begin with", instead)
         try:
-            found = parse_json(file.read(header).rstrip(b" "))
+            found = parse_json(text.rstrip(b" "))
             require_sane(found)
         except (ValueError, UnicodeDecodeError) as problem:
             raise Unreadable(path, f"is damaged: its header is not JSON ({problem})", instead) from None

@@ -453,3 +453,11 @@ def test_output_to_a_fifo_waits_for_nobody(tmp_path: Path) -> None:
     write_output(fifo, "text")
     assert os.read(reader, 10) == b"text"
     os.close(reader)
+
+
+def test_a_header_that_a_disk_does_not_read_is_a_sentence(tmp_path: Path) -> None:
+    """The memory of a process is a file whose first page fails as a broken disk does."""
+    link = tmp_path / "model.safetensors"
+    link.symlink_to("/proc/self/mem")
+    with pytest.raises(Unreadable, match="cannot be read: Input/output error"):
+        readers.read_safetensors_header(link)
