@@ -263,9 +263,19 @@ def _check_cleared(run: Run, take_over: bool) -> None:
     kept = Path(run.checkpoint.folder or folder / "checkpoints") if "://" not in run.checkpoint.folder else folder
     written = [path for pattern in WRITTEN for path in folder.glob(pattern) if path.is_dir() and not path.is_symlink()]
     for path in (kept, *written):
-        for above, _, _ in os.walk(path) if path != folder else ():
-            if not os.access(above, os.R_OK | os.W_OK | os.X_OK):  # half of a run would be gone
-                raise UserError(f"{above} cannot be removed: Permission denied; change its mode, or use another folder")
+        if path != folder and path.is_dir():
+            for above, _, _ in os.walk(path, onerror=_not_listed):
+                if not os.access(above, os.R_OK | os.W_OK | os.X_OK):  # half of a run would be gone
+                    raise _not_removed(above, "Permission denied")
+
+
+def _not_listed(problem: OSError) -> None:
+    """`os.walk` passes over folders that it cannot list."""
+    raise _not_removed(problem.filename, problem.strerror)
+
+
+def _not_removed(folder: str, reason: str | None) -> UserError:
+    return UserError(f"{folder} cannot be removed: {reason}; change its mode, or use another folder")
 
 
 def _clear(run: Run, folder: Path) -> None:

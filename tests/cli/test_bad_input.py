@@ -137,11 +137,14 @@ def test_a_run_does_not_wait_for_a_fifo_in_the_place_of_its_log(
     assert f"{name} is a FIFO, not a file" in refusal(VERBS["train"], capsys)
 
 
+@pytest.mark.parametrize("mode", [0o555, 0])
 @pytest.mark.parametrize("closed", ["checkpoints/step-00000002", "hang-00001"])
-def test_what_cannot_be_removed_costs_no_run(run_folder: Path, closed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_removed_costs_no_run(
+    run_folder: Path, closed: str, mode: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In a process without the rights of root, as most users are."""
     (run_folder / closed).mkdir(parents=True)
-    (run_folder / closed).chmod(0o555)
+    (run_folder / closed).chmod(mode)
     before = listing(run_folder)
     child = os.fork()
     if not child:
