@@ -53,8 +53,8 @@ from scored import (
 from cuboid.errors import RankError, UserError
 from cuboid.spec.run import Run
 from cuboid.telemetry.rows import metric_rows
-from cuboid.training.checks.turns import ROUND
-from cuboid.training.checks.words import UNKNOWN
+from cuboid.training.checks.hypotheses import UNKNOWN
+from cuboid.training.checks.sampling import ROUND
 from cuboid.verification.make import verification_run
 from tests.training.checks.jobs import checked
 from tests.verification.bugs.bug import CATALOGUE
@@ -69,7 +69,7 @@ BEGIN, END = "<!-- written by benchmarks/job_checks.py --table -->", "<!-- end o
 def attempt(place: Place, case: Case) -> Row:
     name, precision = case
     bug, begin = CATALOGUE[name], time.perf_counter()
-    # A round in the middle of a run: no step is looked at because the run has just begun. Of tiny models checks take
+    # A round in the middle of a run: no step is checked because the run has just begun. Of tiny models checks take
     # more than a hundredth of the time, for which longer rounds would make up.
     run = placed(checked(bug.run(precision), EVERY, every=EVERY, first=0, share=1.0))
     row: Row = {"name": name, "precision": precision, **dict.fromkeys(KINDS, False)}
@@ -137,14 +137,15 @@ def cost(options: argparse.Namespace) -> Row:
 
 def in_rounds(ends: list[float]) -> Row:
     seconds = {step: after - before for step, (before, after) in enumerate(pairwise(ends), 2)}
-    # The first round has the start in it. A look makes the next step longer, or shorter where it waited for the device.
+    # The first round includes the start. A sampled step makes the next one longer, or shorter if it waited for the
+    # device.
     rounds = range(EVERY, len(ends), EVERY)
-    looks = [(2 * place + 1) * EVERY // (2 * len(ROUND)) + 1 for place in range(len(ROUND))]
-    looked = {at + look + after for at in rounds for look in looks for after in (0, 1)}
-    plain = statistics.median(seconds[step] for step in seconds if step > EVERY and step not in looked)
-    pairs = [[seconds[at + look] + seconds[at + look + 1] - 2 * plain for at in rounds] for look in looks]
+    sampled = [(2 * place + 1) * EVERY // (2 * len(ROUND)) + 1 for place in range(len(ROUND))]
+    checked = {at + step + after for at in rounds for step in sampled for after in (0, 1)}
+    plain = statistics.median(seconds[step] for step in seconds if step > EVERY and step not in checked)
+    pairs = [[seconds[at + step] + seconds[at + step + 1] - 2 * plain for at in rounds] for step in sampled]
     checks = sum(map(statistics.median, pairs)) / plain
-    found: Row = {"step_seconds": plain, "looks_in_steps": [round(statistics.median(x) / plain, 4) for x in pairs]}
+    found: Row = {"step_seconds": plain, "sampled_in_steps": [round(statistics.median(x) / plain, 4) for x in pairs]}
     return found | {"round_in_steps": checks, "share": checks / EVERY}
 
 

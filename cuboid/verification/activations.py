@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from cuboid.spec.sharding import places_of
+from cuboid.training.checks.hypotheses import UNKNOWN, Hypothesis
+from cuboid.training.checks.located import Located
 from cuboid.training.checks.masks import Attend, wrong_masks
-from cuboid.training.checks.words import UNKNOWN, Hypothesis, Located
 from cuboid.verification.causes import activation_cause, first_cause
 from cuboid.verification.evidence import Error, Evidence, Seen
 from cuboid.verification.record import PARTS

@@ -19,7 +19,8 @@ from cuboid.checkpoint.state import AVERAGE, PARAMETER, Moments, state_to_load
 from cuboid.checkpoint.storage import whole_tensors
 from cuboid.parallel.parallelize import Engine
 from cuboid.spec.run import Run
-from cuboid.training.checks.words import UNKNOWN, Located, Pass, fitted_factor, module_of
+from cuboid.training.checks.hypotheses import UNKNOWN, fitted_factor
+from cuboid.training.checks.located import Located, Pass, module_of
 from cuboid.verification.compare import FLOOR, relative_error
 from cuboid.verification.reference import OneProcess, Tensors, Trace
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cuboid.model.batch import IGNORED
 from cuboid.spec.ranks import groups
-from cuboid.training.checks.words import UNKNOWN, Axes, Hypothesis, fitted_factor, listed, named_factor
+from cuboid.training.checks.hypotheses import UNKNOWN, Axes, Hypothesis, fitted_factor, listed, named_factor
 from cuboid.verification.evidence import Evidence, Seen, size
 
 MANY = 4096

@@ -11,7 +11,7 @@ from dataclasses import replace
 from cuboid.data.source import Source, make_source
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
-from cuboid.training.checks.words import Located
+from cuboid.training.checks.located import Located
 from cuboid.verification.activations import first_activation, first_gradient
 from cuboid.verification.evidence import Evidence
 from cuboid.verification.record import RankRecord, SampleRecorder

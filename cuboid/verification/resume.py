@@ -21,7 +21,7 @@ from cuboid.parallel.device import joined_device
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
-from cuboid.training.checks.words import Located
+from cuboid.training.checks.located import Located
 from cuboid.training.learning_rate import learning_rate
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import train_step

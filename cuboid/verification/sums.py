@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from cuboid.spec.sharding import EXPERTS, Part
-from cuboid.training.checks.words import (
+from cuboid.training.checks.hypotheses import (
     UNKNOWN,
     Axes,
     Hypothesis,
-    Located,
     count_named,
     fitted_factor,
-    module_of,
     named_factor,
     sum_hypotheses,
 )
+from cuboid.training.checks.located import Located, module_of
 from cuboid.verification.causes import factor_cause, first_cause, token_counts, weighted_hypotheses
 from cuboid.verification.compare import relative_error
 from cuboid.verification.evidence import Error, Evidence, Seen, part_of, shard_of, size

@@ -12,16 +12,8 @@ from torch import Tensor
 from cuboid.model.initialize import learning_rate_factor
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.ranks import groups
-from cuboid.training.checks.words import (
-    RATE,
-    UNKNOWN,
-    Hypothesis,
-    Located,
-    fitted_factor,
-    module_of,
-    named_factor,
-    step_and_decay,
-)
+from cuboid.training.checks.hypotheses import RATE, UNKNOWN, Hypothesis, fitted_factor, named_factor, step_and_decay
+from cuboid.training.checks.located import Located, module_of
 from cuboid.training.learning_rate import learning_rate
 from cuboid.verification.causes import first_cause
 from cuboid.verification.evidence import Error, Evidence, Seen, part_of, shard_of, size

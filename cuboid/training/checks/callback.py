@@ -1,4 +1,4 @@
-"""Looks at some steps of a training as `cuboid verify` looks at a layout, and says what is wrong in the same words."""
+"""Checks some steps of a running training, and names an error in the words of `cuboid verify`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from cuboid.training.callbacks import Callback
 from cuboid.training.checks.check import Check
 from cuboid.training.checks.copies import Copies
 from cuboid.training.checks.data import Data
+from cuboid.training.checks.located import Located, sentence
 from cuboid.training.checks.matrices import Matrices
 from cuboid.training.checks.origin import origin
 from cuboid.training.checks.passes import Passes
 from cuboid.training.checks.replay import Replay
+from cuboid.training.checks.sampling import CheckTimer, SampledStep, Sampling
 from cuboid.training.checks.sums import Sums
-from cuboid.training.checks.turns import Clock, Look, Turns
 from cuboid.training.checks.updates import Updates
-from cuboid.training.checks.words import Located, told
 from cuboid.training.metrics import Metrics
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import LeavesOut, PendingStep, StepResult
@@ -49,7 +49,7 @@ MAKERS: dict[str, Callable[[Engine, Optimizer, Source], Check]] = {
 
 @dataclass(frozen=True)
 class Wrong:
-    """What a check found: as a warning of a run has it, and in single words."""
+    """A warning of a run: an error that a check found, as a sentence and field by field."""
 
     kind: str
     text: str
@@ -61,36 +61,37 @@ class Checks(Callback):
         """`done`: steps that the run had when it started, or started again."""
         self._engine, self._spec = engine, engine.run.checks
         self._checks = {name: MAKERS[name](engine, optimizer, source) for name in self._spec.names}
-        self._turns, self._clock = Turns(engine, self._spec, done), Clock(self._spec)
-        self._look: Look | None = None
-        """At the step that is computed."""
-        self._looked_at = 0
-        """The step whose gradients were seen."""
+        self._sampling, self._timer = Sampling(engine, self._spec, done), CheckTimer(self._spec)
+        self._sampled_step: SampledStep | None = None
+        """The step that is computed, if it is checked."""
+        self._checked = 0
+        """The last step whose gradients were checked."""
         self._suspects: list[Located] = []
-        """What a look at a part has found, until one at everything says where it begins."""
+        """Errors that checks of some blocks found, until a step that checks everything finds the first one."""
         self._suspected: set[tuple[str, str]] = set()
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
-    def _looking(self) -> list[Check]:
-        return [] if self._look is None else [check for name, check in self._checks.items() if name in self._look.names]
+    def _active(self) -> list[Check]:
+        sampled = self._sampled_step
+        return [] if sampled is None else [check for name, check in self._checks.items() if name in sampled.names]
 
     @contextmanager
     def around_step(self, trainer: Trainer, step: int) -> Iterator[None]:
-        self._look = self._turns.look(step)
-        if self._look is None:
+        self._sampled_step = self._sampling.at(step)
+        if self._sampled_step is None:
             yield
             return
         with trainer.kernel_by_kernel():
-            for check in self._looking():
-                check.begin(self._look)
+            for check in self._active():
+                check.begin(self._sampled_step)
             try:
                 yield
             finally:
-                for check in reversed(self._looking()):
+                for check in reversed(self._active()):
                     check.detach()
 
     def judge(self, trainer: Trainer, step: int) -> LeavesOut | None:
-        if self._look is None:
+        if self._sampled_step is None:
             return None
 
         def see(result: StepResult) -> str:
@@ -98,71 +99,70 @@ class Checks(Callback):
                 begin = perf_counter()
                 ledger = self._engine.ledger
                 counted = {} if ledger is None else dict(ledger.entries)
-                for check in self._looking():
+                for check in self._active():
                     check.see_gradients(result)
                 if ledger is not None:
-                    ledger.entries = counted  # what a check communicates is no part of a step
-                self._looked_at = step
-                if self._engine.device.type == "cuda":  # which times steps without what comes before an update
+                    ledger.entries = counted  # communication of checks does not count in the step
+                self._checked = step
+                if self._engine.device.type == "cuda":  # a step's time does not include what runs before the update
                     torch.cuda.synchronize()
-                    if self._look is not None and not self._look.is_whole:
-                        self._clock.add(perf_counter() - begin)
+                    if self._sampled_step is not None and not self._sampled_step.covers_all:
+                        self._timer.add(perf_counter() - begin)
             return ""
 
         return see
 
     def on_result(self, trainer: Trainer, step: int, result: StepResult, pending: PendingStep) -> StepResult | None:
-        if result.left_out:  # its update is none
-            self._looked_at = 0
+        if result.left_out:  # it has no update
+            self._checked = 0
         return result
 
     def on_step(self, trainer: Trainer, step: int, result: StepResult) -> None:
-        self._clock.note(
-            step, result.seconds, self._look if self._look is not None and self._look.step == step else None
-        )
+        sampled = self._sampled_step
+        self._timer.note(step, result.seconds, sampled if sampled is not None and sampled.step == step else None)
 
     def on_rollback(self, trainer: Trainer, step: int) -> None:
-        self._turns.start_again(step)
+        self._sampling.start_again(step)
 
     def waits_for(self, trainer: Trainer, step: int) -> bool:
-        return self._look is not None
+        return self._sampled_step is not None
 
     def on_step_end(self, trainer: Trainer, step: int) -> None:
-        look = self._look
-        if look is None or self._looked_at != step:
+        sampled = self._sampled_step
+        if sampled is None or self._checked != step:
             return
         begin = perf_counter()
-        found = [each for check in self._looking() for each in check.judge(self._engine, trainer.optimizer, step)]
-        if self._turns.begins_with(step) and not look.is_whole:
-            self._turns.next_length = self._agreed(self._clock.next_length())
+        found = [each for check in self._active() for each in check.judge(self._engine, trainer.optimizer, step)]
+        if self._sampling.is_first_of_round(step) and not sampled.covers_all:
+            self._sampling.next_length = self._agreed(self._timer.next_length())
         if self._engine.ledger is not None:
-            self._engine.ledger.take()  # no part of a step
-        if not look.is_whole:
-            self._clock.add(perf_counter() - begin)
+            self._engine.ledger.take()  # communication of checks does not count in a step
+        if not sampled.covers_all:
+            self._timer.add(perf_counter() - begin)
         trainer.start_clock()
         names = {(each.tensor, each.where) for each in found}
-        if look.is_whole or step == trainer.run.training.steps:
+        if sampled.covers_all or step == trainer.run.training.steps:
             found, self._suspects = self._suspects + found, []
             if found:
-                self._tell(trainer, step, found)
+                self._report(trainer, step, found)
         elif not names <= self._suspected:
             self._suspected |= names
             self._suspects = found
-            self._turns.look_again(step + 1)
+            self._sampling.repeat_at(step + 1)
 
     def _agreed(self, length: int) -> int:
-        """The longest that a rank asks for."""
+        """The longest length that any rank asks for."""
         longest = torch.tensor(length, device=self._engine.device)
         return int(all_reduce_maximum(longest, self._engine.groups.world))
 
-    def _tell(self, trainer: Trainer, step: int, found: list[Located]) -> None:
-        """The first in the order of execution: others may follow from it. Each is told once."""
+    def _report(self, trainer: Trainer, step: int, found: list[Located]) -> None:
+        """Only the first in the order of execution: the others may follow from it. Each is reported once."""
         first = origin(found)
-        is_new = (first.tensor, first.where) not in self._told
-        self._told.add((first.tensor, first.where))
-        text = f"check: {told(first)}"
+        is_new = (first.tensor, first.where) not in self._reported
+        self._reported.add((first.tensor, first.where))
+        text = f"check: {sentence(first)}"
         if is_new and trainer.rank == 0:
-            # JSON has no word for what is not a number.
+            # JSON has no NaN and no infinity.
             wrong = Wrong("check", text, {**asdict(first), "error": number(first.error)})
             for callback in trainer.callbacks:
                 if isinstance(callback, Metrics):

@@ -1,4 +1,4 @@
-"""What a check is: it looks at one step of a training, at the moments that the step has."""
+"""What a check of a training step is: which methods it has, and when the step calls them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuboid.parallel.parallelize import Engine
-from cuboid.training.checks.turns import Look
-from cuboid.training.checks.words import Located
+from cuboid.training.checks.located import Located
+from cuboid.training.checks.sampling import SampledStep
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import StepResult
 
@@ -20,27 +20,27 @@ from cuboid.training.step import StepResult
 class Check(Protocol):
     """Every rank has its own and calls the same methods in the same order."""
 
-    def begin(self, look: Look) -> None:
+    def begin(self, sampled: SampledStep) -> None:
         """Before the passes of a step."""
 
     def see_gradients(self, result: StepResult) -> None:
         """When the gradients are summed over all ranks, and before the update."""
 
     def detach(self) -> None:
-        """When the step has been computed, also after an error: it looks on no longer."""
+        """When the step has been computed, also after an error: removes the hooks."""
 
     def judge(self, engine: Engine, optimizer: Optimizer, step: int) -> list[Located]:
-        """After the update: what is wrong, the same on every rank. Ranks talk to each other here."""
+        """After the update: what is wrong, the same on every rank. Ranks communicate here."""
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
-    """Put a function in place of a method of one object; returns what undoes that, the last one first."""
+    """Replace a method of one object; returns a function that undoes it. Several are undone in reverse order."""
     had = vars(owner).get(name)
     setattr(owner, name, wrapper)
     return lambda: delattr(owner, name) if had is None else setattr(owner, name, had)
 
 
-def when_there(x: Tensor, keep: Callable[[Tensor], None]) -> None:
+def on_gradient(x: Tensor, keep: Callable[[Tensor], None]) -> None:
     """Call `keep` with the gradient of a tensor."""
 
     def hook(gradient: Tensor) -> None:
@@ -51,13 +51,13 @@ def when_there(x: Tensor, keep: Callable[[Tensor], None]) -> None:
 
 @lru_cache(maxsize=256)
 def sampled_places(size: int, device: torch.device) -> Tensor:
-    """Of at most 64 elements, evenly over so many."""
+    """Indices of at most 64 elements, evenly spaced among `size`."""
     count = min(size, 64)
     return ((torch.arange(count) * size) // max(count, 1)).to(device)
 
 
-def from_all(engine: Engine, found: list[Located]) -> list[Located]:
-    """The first that each rank has found, told to all; mostly there is none, and one number travels."""
+def found_by_all(engine: Engine, found: list[Located]) -> list[Located]:
+    """The first error of each rank, on all ranks. Mostly there is none, and ranks communicate one number."""
     world = engine.groups.world
     if world.handle is None:
         return found
@@ -70,11 +70,11 @@ def from_all(engine: Engine, found: list[Located]) -> list[Located]:
     return [each for own in everybody for each in own]
 
 
-class Looks:
-    """Undoes what lets a check look on."""
+class CheckDefaults:
+    """A check that needs no hooks: it has only `judge` to write."""
 
-    def begin(self, look: Look) -> None:
-        """Nothing, where there is nothing to prepare."""
+    def begin(self, sampled: SampledStep) -> None:
+        """Nothing."""
 
     def see_gradients(self, result: StepResult) -> None:
         """Nothing."""

@@ -1,5 +1,5 @@
-"""Copies: what several ranks keep under one name has the same bits, whatever the layout makes equal; and the weights
-that a pass computes with are those that the optimizer's shards keep."""
+"""Copies: what the layout keeps on several ranks under one name has the same bits on all of them, and the weights that
+a pass computes with are those of the optimizer's shards."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.rank_batch import RankBatch
 from cuboid.parallel.stage import Segment
 from cuboid.parallel.zero import Unit
-from cuboid.training.checks.check import Looks, from_all, sampled_places, wrap
-from cuboid.training.checks.turns import Look
-from cuboid.training.checks.words import DRIFTED, Located, module_of
+from cuboid.training.checks.check import CheckDefaults, found_by_all, sampled_places, wrap
+from cuboid.training.checks.hypotheses import DRIFTED
+from cuboid.training.checks.located import Located, module_of
+from cuboid.training.checks.sampling import SampledStep
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.replicas import deviations
 
 Run = Callable[[Tensor, RankBatch], Tensor]
 
 
-class Copies(Looks):
+class Copies(CheckDefaults):
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         self._engine, self._optimizer = engine, optimizer
         self._before: set[str] = set()
         """What differed when the step began."""
-        self._look: Look | None = None
+        self._sampled_step: SampledStep | None = None
         self._seen: dict[str, list[tuple[str, Tensor]]] = {}
-        """By unit: of each of its shards, whether sampled weights are others than those that are computed with."""
+        """By unit: for each shard, whether its sampled weights differ from those that the pass computes with."""
         self._alone: set[int] = set()
         self._undo: list[Callable[[], None]] = []
 
-    def begin(self, look: Look) -> None:
-        self._seen, self._look = {}, look
-        # Copies that differ when a step begins are not its doing.
-        there = deviations(self._engine, self._optimizer) if look.is_whole else []
+    def begin(self, sampled: SampledStep) -> None:
+        self._seen, self._sampled_step = {}, sampled
+        # Copies that differ before the step are not an error of this step.
+        there = deviations(self._engine, self._optimizer) if sampled.covers_all else []
         self._before = {each.name for each in there}
         for stage in self._engine.pipeline.stages.values():
             for segment in stage.segments:
@@ -49,8 +50,8 @@ class Copies(Looks):
             if (
                 unit.name not in self._seen
                 and unit.gathers_exactly
-                and self._look is not None
-                and self._look.sees(unit)
+                and self._sampled_step is not None
+                and self._sampled_step.includes(unit)
             ):
                 self._seen[unit.name] = list(_others(unit))
         return plain(x, batch)
@@ -67,8 +68,9 @@ class Copies(Looks):
             if differs:
                 cause = "weights that were gathered are not those that the shards keep: stale by one step, or of others"
                 found.append(Located(name, module_of(name), "weights", step, None, rank, 1.0, 0.0, cause))
-        found = from_all(engine, found)
-        for each in deviations(engine, optimizer, None if self._look is None else self._look.sees, self._alone):
+        found = found_by_all(engine, found)
+        includes = None if self._sampled_step is None else self._sampled_step.includes
+        for each in deviations(engine, optimizer, includes, self._alone):
             module = module_of(each.name.partition(" ")[0])
             cause, where = f"{DRIFTED}: {each}", "weights" if each.name in self._before else "update"
             found.append(Located(each.name, module, where, step, None, each.ranks[0], 1.0, 0.0, cause))  # type: ignore[arg-type]

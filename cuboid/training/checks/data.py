@@ -18,11 +18,12 @@ from cuboid.parallel.rank_batch import RankBatch
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.sharding import places_of
 from cuboid.spec.training import Batch
-from cuboid.training.checks.check import from_all, wrap
-from cuboid.training.checks.everywhere import Everywhere
+from cuboid.training.checks.check import found_by_all, wrap
+from cuboid.training.checks.gather_rows import RowGather
+from cuboid.training.checks.hypotheses import UNKNOWN
+from cuboid.training.checks.located import Located
 from cuboid.training.checks.passes import Current
-from cuboid.training.checks.turns import Look
-from cuboid.training.checks.words import UNKNOWN, Located
+from cuboid.training.checks.sampling import SampledStep
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import StepResult
 
@@ -30,16 +31,16 @@ from cuboid.training.step import StepResult
 class Data:
     def __init__(self, engine: Engine, source: Source) -> None:
         self._engine, self._source = engine, source
-        self._current, self._tell = Current(), Everywhere(engine)
+        self._current, self._row_gather = Current(), RowGather(engine)
         self._numbers: list[int] = []
         self._used: dict[tuple[str, int], Tensor] = {}
         """Tokens that are embedded and labels that are predicted, by micro-batch."""
         self._undo: list[Callable[[], None]] = []
         self._batch: Batch = 0
 
-    def begin(self, look: Look) -> None:
+    def begin(self, sampled: SampledStep) -> None:
         engine = self._engine
-        self._numbers, self._used, self._batch = [], {}, engine.course.batch(look.step - 1)
+        self._numbers, self._used, self._batch = [], {}, engine.course.batch(sampled.step - 1)
         self._undo += self._current.attach(engine)
         of = engine.batches.of
 
@@ -70,9 +71,9 @@ class Data:
             return []
         numbers = torch.tensor(self._numbers, dtype=torch.float64)
         row = torch.stack((torch.tensor(len(self._numbers)), numbers.sum(), numbers.square().sum())).double()
-        told = self._tell.gather({"numbers": row}, 3)
-        found = list(self._wrong_samples(step)) + list(self._wrong_numbers([rows["numbers"] for rows in told], step))
-        return from_all(engine, found)
+        gathered = self._row_gather.gather({"numbers": row}, 3)
+        numbers_of = [rows["numbers"] for rows in gathered]
+        return found_by_all(engine, [*self._wrong_samples(step), *self._wrong_numbers(numbers_of, step)])
 
     def _wrong_samples(self, step: int) -> Iterator[Located]:
         run, here = self._engine.run, self._engine.groups.coordinates

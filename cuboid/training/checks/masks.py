@@ -1,5 +1,5 @@
-"""What attention would have made of right queries, keys and values under a mask, or in an order, not the model's:
-hypotheses, each of which a bug of context parallelism or of a kernel has been."""
+"""Wrong attention masks, and wrong orders of keys and values: each was a bug of context parallelism or of a kernel. A
+hypothesis computes attention with one of them, from right queries, keys and values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Masked:
 
 
 def wrong_masks(run: Run, layer: int, cp: int, has_sinks: bool) -> Iterator[tuple[str, Attend]]:
-    """In words, and what attention makes then. `cp`: of the rank whose tokens are looked at."""
+    """The cause in words, and attention with that mask. `cp`: the context rank whose tokens are compared."""
     model, layout, length = run.model, run.layout, run.training.sequence
     window = model.window_of(layer)
     distance = torch.arange(length).unsqueeze(1) - torch.arange(length)
@@ -45,8 +45,8 @@ def wrong_masks(run: Run, layer: int, cp: int, has_sinks: bool) -> Iterator[tupl
     if window:
         yield "window ignored: every token before is seen", Masked(causal)
         for off in (1, -1):
-            told = f"the window is {window + off} tokens in place of {window}"
-            yield told, Masked(causal & (distance < window + off))
+            cause = f"the window is {window + off} tokens in place of {window}"
+            yield cause, Masked(causal & (distance < window + off))
         yield "window and documents ignored", Masked(causal, documents=False)
     if has_sinks:
         yield "sinks ignored", Masked(inside, sinks=False)
@@ -55,8 +55,8 @@ def wrong_masks(run: Run, layer: int, cp: int, has_sinks: bool) -> Iterator[tupl
     yield "tokens see the one after them: the mask is off by one", Masked(inside | (distance == -1))
     for count in range(2, model.heads // model.kv_heads + 1):
         if model.heads // model.kv_heads % count == 0:
-            told = "query heads read other key-value heads: these are repeated in another order"
-            yield told, Masked(inside, shuffle=lambda x, count=count: x.repeat(1, count, 1))  # type: ignore[misc]
+            cause = "query heads read other key-value heads: these are repeated in another order"
+            yield cause, Masked(inside, shuffle=lambda x, count=count: x.repeat(1, count, 1))  # type: ignore[misc]
     if layout.cp > 1:
         yield from _of_chunks(layout.cp, cp, length, inside)
 
@@ -68,10 +68,10 @@ def _of_chunks(size: int, cp: int, length: int, inside: Tensor) -> Iterator[tupl
         holder[torch.cat(chunks)] = index
     by_half = torch.cat([chunks[half] for half in range(2) for chunks in held])
     for order in (by_half, torch.cat([torch.cat(chunks) for chunks in held])):
-        told = "keys and values of chunks of the sequence in the wrong order"
-        yield told, Masked(inside, shuffle=lambda x, order=order: x[order.to(x.device)])  # type: ignore[misc]
-    told = "only keys of the rank's own chunks are seen: those of other cp ranks are missing"
-    yield told, Masked(inside & (holder == cp))
+        cause = "keys and values of chunks of the sequence in the wrong order"
+        yield cause, Masked(inside, shuffle=lambda x, order=order: x[order.to(x.device)])  # type: ignore[misc]
+    cause = "only keys of the rank's own chunks are seen: those of other cp ranks are missing"
+    yield cause, Masked(inside & (holder == cp))
     for other in range(size):
         if other != cp:
             yield f"keys of cp rank {other} are missing", Masked(inside & (holder != other))

@@ -1,5 +1,5 @@
-"""Matrices: one matrix that Muon has updated, gathered from all ranks that keep elements of it and orthogonalised
-once more. Each check takes another one."""
+"""Matrices: one matrix that Muon has updated is gathered from all ranks that keep elements of it, and orthogonalised
+once more. Each check takes the next matrix."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from cuboid.parallel.grad_norm import answers_for
 from cuboid.parallel.parallelize import DTYPES, Engine
 from cuboid.parallel.zero import OptimizerShard
 from cuboid.spec.homes import Matrix, stage_buckets, wire_precision
-from cuboid.training.checks.check import Looks, from_all
-from cuboid.training.checks.words import UNKNOWN, Located, fitted_factor, module_of, named_factor
+from cuboid.training.checks.check import CheckDefaults, found_by_all
+from cuboid.training.checks.hypotheses import UNKNOWN, fitted_factor, named_factor
+from cuboid.training.checks.located import Located, module_of
 from cuboid.training.learning_rate import learning_rate
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.own_optimizer import load_matrix_function
@@ -27,9 +28,9 @@ ALLOWED = {"float64": 1e-6, "float32": 0.01}
 """Of the update's size; in 16 bits the iteration itself rounds, and a tenth is allowed."""
 
 
-class Matrices(Looks):
+class Matrices(CheckDefaults):
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
-        self._engine, self._optimizer, self._turn = engine, optimizer, 0
+        self._engine, self._optimizer, self._count = engine, optimizer, 0
         self._matrices: list[Matrix] = []
         self._whole: dict[str, Tensor] = {}
         self._scale = 1.0
@@ -43,7 +44,7 @@ class Matrices(Looks):
 
     @property
     def _matrix(self) -> Matrix:
-        return self._matrices[self._turn % len(self._matrices)]
+        return self._matrices[self._count % len(self._matrices)]
 
     def see_gradients(self, result: StepResult) -> None:
         if not self._matrices:
@@ -78,10 +79,10 @@ class Matrices(Looks):
 
     def judge(self, engine: Engine, optimizer: Optimizer, step: int) -> list[Located]:
         if not self._matrices:
-            return from_all(engine, [])
+            return found_by_all(engine, [])
         found = self._wrong(self._gathered(("weight",))["weight"], step)
-        self._turn += 1
-        return from_all(engine, found)
+        self._count += 1
+        return found_by_all(engine, found)
 
     def _wrong(self, after: Tensor, step: int) -> list[Located]:
         run, matrix = self._engine.run, self._matrix

@@ -1,4 +1,4 @@
-"""Of all that is wrong in a step, where it began."""
+"""Which of all errors of a step came first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
-from cuboid.training.checks.words import DRIFTED, UNKNOWN, Located, Pass
+from cuboid.training.checks.hypotheses import DRIFTED, UNKNOWN
+from cuboid.training.checks.located import Located, Pass
 
 ORDER: Sequence[str] = get_args(Pass)
 AFTER_PASSES = ("reduction", "norm", "update")
@@ -15,11 +16,11 @@ IN_ATTENTION = "attention's own backward pass: what came in is right, gradients 
 
 
 def origin(found: list[Located]) -> Located:
-    """The first in the order of execution: others may follow from it."""
-    # What is wrong on one rank says more than what is wrong over all.
+    """The first in the order of execution: the others may follow from it."""
+    # An error on one rank says more than an error of all ranks.
     ranked = sorted(found, key=lambda each: (ORDER.index(each.where), each.rank is None))
-    # Ranks whose copies differ before a step compute other things in every pass. What lets them drift apart, step after
-    # step, stands behind the passes.
+    # Where copies differ before the step, every pass of it differs too. What lets copies drift apart, step after step,
+    # is an error after the passes: a sum, the norm or the update.
     drifted = [each for each in ranked if each.where == "weights" and each.cause.startswith(DRIFTED)]
     if drifted:
         others = [each for each in ranked if not each.cause.startswith(DRIFTED)]
@@ -31,8 +32,8 @@ def origin(found: list[Located]) -> Located:
 
 
 def _inside_block(first: Located, found: list[Located]) -> Located:
-    """An input gradient that is wrong, told of the part of the block where the weight gradients begin to be: a backward
-    pass comes to the feed-forward first."""
+    """Narrow a wrong input gradient down to one half of the block, by its weight gradients: the half whose weight
+    gradients are wrong first. A backward pass reaches the feed-forward first."""
     block = first.module
     wrong = [
         each.module for each in found if each.where == "weight gradient" and f"{each.module}.".startswith(f"{block}.")

@@ -17,11 +17,12 @@ from cuboid.parallel.rank_batch import RankBatch
 from cuboid.parallel.stage import Segment
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.ranks import coordinates
-from cuboid.training.checks.check import from_all, when_there, wrap
-from cuboid.training.checks.everywhere import Everywhere, Rows
+from cuboid.training.checks.check import found_by_all, on_gradient, wrap
+from cuboid.training.checks.gather_rows import RowGather, Rows
+from cuboid.training.checks.hypotheses import UNKNOWN, named_factor
+from cuboid.training.checks.located import Located
+from cuboid.training.checks.sampling import SampledStep
 from cuboid.training.checks.sketch import NUMBERS, sketch
-from cuboid.training.checks.turns import Look
-from cuboid.training.checks.words import UNKNOWN, Located, named_factor
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import StepResult
 
@@ -56,7 +57,7 @@ class Current:
 
 class Passes:
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._current, self._tell = engine, Current(), Everywhere(engine)
+        self._engine, self._current, self._row_gather = engine, Current(), RowGather(engine)
         self._rows: Rows = {}
         self._losses: list[Tensor] = []
         self._scales: list[Tensor] = []
@@ -67,7 +68,7 @@ class Passes:
         """Tokens, each of which a router assigns."""
         self._undo: list[Callable[[], None]] = []
 
-    def begin(self, look: Look) -> None:
+    def begin(self, sampled: SampledStep) -> None:
         engine = self._engine
         self._rows, self._losses, self._scales, self._counted = {}, [], [], []
         self._undo += self._current.attach(engine)
@@ -89,11 +90,11 @@ class Passes:
         last, now = self._engine.pipeline.schedule.stages - 1, self._current()
         if index and x.requires_grad:
             self._note("forward", index, now, "received", x)
-            when_there(x, partial(self._note, "input gradient", index, now, "sent"))
+            on_gradient(x, partial(self._note, "input gradient", index, now, "sent"))
         y = plain(x, batch)
         if index < last and y.requires_grad:
             self._note("forward", index + 1, now, "sent", y)
-            when_there(y, partial(self._note, "input gradient", index + 1, now, "received"))
+            on_gradient(y, partial(self._note, "input gradient", index + 1, now, "received"))
         return y
 
     def _note(self, where: str, border: int, micro_batch: int, side: str, x: Tensor) -> None:
@@ -106,7 +107,7 @@ class Passes:
             y = plain(x, batch)
             if y.requires_grad:
                 self._losses.append(y.detach().double())
-                when_there(y, lambda gradient: self._scales.append(gradient.double()))
+                on_gradient(y, lambda gradient: self._scales.append(gradient.double()))
             return y
 
         self._undo.append(wrap(segment, "run", run))
@@ -128,9 +129,9 @@ class Passes:
         self._assigned = result.sequences * self._engine.run.training.sequence
 
     def judge(self, engine: Engine, optimizer: Optimizer, step: int) -> list[Located]:
-        told = self._tell.gather({key: row.to(engine.device) for key, row in self._rows.items()}, NUMBERS)
-        found = [*self._wrong_borders(told, step), *self._wrong_head(told, step)]
-        return found + from_all(engine, list(self._wrong_loads(step)))
+        gathered = self._row_gather.gather({key: row.to(engine.device) for key, row in self._rows.items()}, NUMBERS)
+        found = [*self._wrong_borders(gathered, step), *self._wrong_head(gathered, step)]
+        return found + found_by_all(engine, list(self._wrong_loads(step)))
 
     def _wrong_loads(self, step: int) -> Iterator[Located]:
         """Each token of the global batch is assigned to so many experts, once."""
@@ -147,22 +148,22 @@ class Passes:
                 yield Located("loads of experts", module, "reduction", *place, abs(factor - 1), 0.0, cause)
                 return
 
-    def _wrong_borders(self, told: list[Rows], step: int) -> Iterator[Located]:
+    def _wrong_borders(self, gathered: list[Rows], step: int) -> Iterator[Located]:
         layout = self._engine.run.layout
         stride = layout.world_size // layout.pp  # ranks of one place in all stages are so far apart
         for place in range(stride):
             line = range(place, layout.world_size, stride)
-            sent = {key[:3]: row for rank in line for key, row in told[rank].items() if key[3] == "sent"}
+            sent = {key[:3]: row for rank in line for key, row in gathered[rank].items() if key[3] == "sent"}
             for rank in line:
-                for (where, border, micro_batch, side), row in told[rank].items():
+                for (where, border, micro_batch, side), row in gathered[rank].items():
                     right = sent.get((where, border, micro_batch))
                     if side != "received" or right is None:
                         continue
                     error = float((row - right).norm()) / (float(right.norm()) or 1.0)
                     if error <= ALLOWED:
                         continue
-                    alike = [key for key, each in sent.items() if torch.equal(each, row)]
-                    other = next((key for key in alike if key[:2] == (where, border)), None)
+                    equal = [key for key, each in sent.items() if torch.equal(each, row)]
+                    other = next((key for key in equal if key[:2] == (where, border)), None)
                     cause = UNKNOWN if other is None else f"it is that of micro-batch {other[2] + 1}"
                     stage = border if where == "forward" else border - 1
                     name = "what" if where == "forward" else "the gradient that"
@@ -177,11 +178,11 @@ class Passes:
         blocks = [max(layers, default=0) for layers in self._engine.partition]
         return [f"layers.{block}" for block in blocks]
 
-    def _wrong_head(self, told: list[Rows], step: int) -> Iterator[Located]:
+    def _wrong_head(self, gathered: list[Rows], step: int) -> Iterator[Located]:
         run, layout = self._engine.run, self._engine.run.layout
-        heads = [rows["head", 0, 0, ""].tolist() for rows in told]
-        places = [coordinates(rank, layout) for rank in range(len(told))]
-        ranks = list(zip(range(len(told)), heads, places, strict=True))
+        heads = [rows["head", 0, 0, ""].tolist() for rows in gathered]
+        places = [coordinates(rank, layout) for rank in range(len(gathered))]
+        ranks = list(zip(range(len(gathered)), heads, places, strict=True))
         tokens = sum(head[0] for _, head, place in ranks if place.pp == place.tp == 0)
         for rank, head, _ in ranks:
             if head[1] != tokens:

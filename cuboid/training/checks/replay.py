@@ -1,8 +1,8 @@
-"""A replay: one micro-batch through one block, embedding or head as a single process computes it, from the inputs,
-weights and output gradients that the ranks had; beside it what the ranks made of them.
+"""A replay: one process computes one micro-batch through one block, embedding or head, from the inputs, weights and
+output gradients that the ranks had; its results are compared with theirs.
 
-Each check takes the next segment of a stage and the next micro-batch. The replay is made before the update, by every
-rank of the replica at once: it takes the time of a block or two, forward and backward, and the memory of one."""
+Each replay takes the next segment of a stage and the next micro-batch. Every rank of the replica replays at once,
+before the update: this takes the time of a block or two, forward and backward, and the memory of one."""
 
 from __future__ import annotations
 
@@ -28,33 +28,34 @@ from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import CheckpointSpec, ResilienceSpec, Run
 from cuboid.spec.sharding import Part
 from cuboid.spec.training import ProfileSpec
-from cuboid.training.checks.check import from_all, when_there, wrap
-from cuboid.training.checks.everywhere import Everywhere, Rows
+from cuboid.training.checks.check import found_by_all, on_gradient, wrap
+from cuboid.training.checks.gather_rows import RowGather, Rows
+from cuboid.training.checks.hypotheses import UNKNOWN, fitted_factor, named_factor
+from cuboid.training.checks.located import Located, Pass, module_of
 from cuboid.training.checks.passes import Current
 from cuboid.training.checks.replayed_segments import Rotation, inside_of, segments_of
+from cuboid.training.checks.sampling import SampledStep
 from cuboid.training.checks.sequences import Sequences
 from cuboid.training.checks.sketch import NUMBERS, sketch, stride_of
-from cuboid.training.checks.turns import Look
 from cuboid.training.checks.variants import variants
 from cuboid.training.checks.weights import WholeWeights, part_of
-from cuboid.training.checks.words import UNKNOWN, Located, Pass, fitted_factor, module_of, named_factor
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import StepResult
 
 EXACT = {"float64": 1e-9, "float32": 1e-3}
 MULTIPLE = 8.0
-"""Of what rounding to 16 bits does to the replay itself."""
+"""How many times the rounding error of the replay itself is allowed."""
 LEAST = {"fp8": 0.5}
-"""Allowed in any case; of bf16 and fp16 eight roundings."""
+"""Allowed in any case; in bf16 and fp16 eight roundings are."""
 LEAST_GRADIENT = 0.2
-"""Allowed in any case of a weight gradient in 16 bits, of which some tensors have few elements that cancel."""
+"""Allowed in any case for a weight gradient in 16 bits: some have few elements, and large terms that cancel."""
 NEGLIGIBLE = 1e-6
-"""Gradients so many times smaller than the largest of their segment are compared on that scale; in 16 bits one
-rounding, which is all that there is of those that are zero."""
+"""Gradients smaller than this times the largest of their segment are compared on the scale of that product. In 16 bits
+it is one rounding instead: gradients that should be zero consist of rounding errors."""
 ROUNDED = 2.0**-10
-"""Taken for what rounding to 16 bits does, of a stream's size, until it is measured."""
+"""The assumed rounding error in 16 bits, as a fraction of the stream, until it is measured."""
 ROUTED = 0.4
-"""Where rounding sends some tokens to other experts."""
+"""Allowed with experts in 16 bits: rounding sends some tokens to other experts."""
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Seen:
 
 
 class Gradient(NamedTuple):
-    """A slice of a parameter: what ranks computed of its gradient, or what the replay did."""
+    """Names a gradient of a slice of a parameter: that of the ranks, or that of the replay."""
 
     kind: Literal["ranks", "replay", "exact"]
     name: str
@@ -89,7 +90,7 @@ def _gradient(kind: Literal["ranks", "replay", "exact"], part: Part) -> Gradient
 
 @dataclass(frozen=True)
 class Replayed:
-    """By a single process."""
+    """Results of one process."""
 
     outputs: Tensor
     input_gradient: Tensor | None
@@ -99,12 +100,12 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Given:
-    """What a replay begins with, whole."""
+    """What a replay computes from: whole tensors."""
 
     segment: Segment
     weights: dict[str, Tensor]
     slices: dict[str, list[Part]]
-    """Of each weight: every one that some rank holds."""
+    """Of each weight: every slice that some rank holds."""
     inputs: Tensor | None
     """None: tokens."""
     gradient: Tensor
@@ -116,14 +117,14 @@ class Given:
 class Replay:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._turn = 0
+        self._count = 0
         self._sequences, self._weights = Sequences(engine), WholeWeights(engine)
-        self._tell = Everywhere(engine)
+        self._row_gather = RowGather(engine)
         self._undo: list[Callable[[], None]] = []
         self._rotation = Rotation(engine)
         self._found: list[Located] = []
         self._rows: Rows = {}
-        self._told: list[Rows] = []
+        self._gathered_rows: list[Rows] = []
         """Of all ranks."""
         self._lones: dict[str, Run] = {}
         self._micro_batch = 0
@@ -131,21 +132,22 @@ class Replay:
 
     # While the step is computed.
 
-    def begin(self, look: Look) -> None:
+    def begin(self, sampled: SampledStep) -> None:
         engine, run = self._engine, self._engine.run
-        self._turn -= look.again and self._turn > 0
+        self._count -= sampled.repeats and self._count > 0
         self._rows, self._found, self._seen = {}, [], Seen()
         self._segment: Segment | None = None
         self._batch: tuple[MicroBatch, RankBatch] | None = None
         self._made = 0
-        name = self._rotation.at(self._turn)
+        name = self._rotation.at(self._count)
         if name is not None:
-            # Shifted by one when all have been: an end, whose turns are even or odd, would only see such ones.
-            count = min(map(run.micro_batches_of, range(run.layout.dp)))
-            self._micro_batch = (self._turn + self._turn // count) % count
+            # Shifted by one after all micro-batches: head and embedding, whose replays have odd numbers, would
+            # otherwise see odd micro-batches only.
+            micro_batches = min(map(run.micro_batches_of, range(run.layout.dp)))
+            self._micro_batch = (self._count + self._count // micro_batches) % micro_batches
             self._segment = next(each for each in segments_of(engine) if each.name == name)
             self._attach(self._segment)
-        self._turn += 1
+        self._count += 1
 
     def _attach(self, segment: Segment) -> None:
         engine = self._engine
@@ -165,11 +167,11 @@ class Replay:
                 return plain(x, batch)
             seen.inputs = x.detach().clone()
             if x.requires_grad:
-                when_there(x, lambda gradient: setattr(seen, "input_gradient", gradient.clone()))
+                on_gradient(x, lambda gradient: setattr(seen, "input_gradient", gradient.clone()))
             with inside_of(segment, {} if engine.compiled else seen.inside):
                 y = plain(x, batch)
             seen.outputs = y.detach().clone()
-            when_there(y, lambda gradient: setattr(seen, "output_gradient", gradient.clone()))
+            on_gradient(y, lambda gradient: setattr(seen, "output_gradient", gradient.clone()))
             return y
 
         self._undo += [wrap(engine.batches, "of", batch), wrap(segment, "run", run)]
@@ -204,8 +206,8 @@ class Replay:
             self._undo.pop()()
 
     def _is_apart(self, part: Part) -> bool:
-        """Whether its gradient is that of one micro-batch when it is collected. Where weight gradients of matmuls are
-        put off, all others have been computed for several micro-batches by then."""
+        """Whether its gradient is that of one micro-batch when it is collected. With a split backward pass only the
+        weight gradients of matmuls are: by then the others are sums over several micro-batches."""
         if not self._engine.pipeline.schedule.splits_backward:
             return True
         is_matmul = part.name.startswith(("layers.", "head.")) and part.name.endswith(".weight")
@@ -217,7 +219,8 @@ class Replay:
     def see_gradients(self, result: StepResult) -> None:
         given, precision = self._given(), self._engine.run.training.precision
         replayed = self._replay(given, precision)
-        # How far rounding may lead says a second replay, in float32, made where the first one is not close anyhow.
+        # A second replay, in float32, shows how far rounding may lead. It is made only where the first one differs
+        # much.
         if self._is_suspect():
             if precision not in EXACT:
                 self._replay(given, "float32", replayed)
@@ -225,8 +228,7 @@ class Replay:
                 self._explain(given, replayed)
 
     def _given(self) -> Given | None:
-        """What a replay begins with; None where there is nothing to replay. All ranks of the replica's stage call
-        this."""
+        """None where there is nothing to replay. All ranks of the replica's stage call this."""
         segment, seen = self._segment, self._seen
         if segment is None or self._batch is None or seen.outputs is None:
             return None
@@ -238,7 +240,8 @@ class Replay:
         return Given(segment, weights, slices, x, gradient, losses)
 
     def _replay(self, given: Given | None, precision: str, rounded: Replayed | None = None) -> Replayed | None:
-        """`rounded`: what was replayed in 16 bits, when this says how far that may be off. Every rank calls this."""
+        """`rounded`: the replay in 16 bits, where this one, in float32, measures its rounding. Every rank calls
+        this."""
         self._found, self._rows, made = [], {}, None
         try:  # no rank waits for another in here
             if given is not None and (rounded is not None or precision == self._engine.run.training.precision):
@@ -246,22 +249,22 @@ class Replay:
                 exact = made if rounded is not None or precision in EXACT else None
                 self._compare(given, rounded or made, exact)
                 self._sketch(given, rounded or made, exact)
-        except torch.OutOfMemoryError:  # a check may not end a training
+        except torch.OutOfMemoryError:  # a check must not end a training
             made = None
             self._rows = {"failed": torch.zeros(NUMBERS, dtype=torch.float64, device=self._engine.device)}
             self._found = []
-        self._told = self._tell.gather(self._rows, NUMBERS)
+        self._gathered_rows = self._row_gather.gather(self._rows, NUMBERS)
         return made
 
     def _explain(self, given: Given, replayed: Replayed) -> None:
-        """Which variant of the replay comes nearest to what the rank made of it."""
+        """Name the bug whose variant of the replay comes nearest to the rank's output."""
         index = next((at for at, each in enumerate(self._found) if each.where == "forward"), None)
         if index is None or not self._found[index].cause.startswith(UNKNOWN) or self._batch is None:
             return
         precision, segment, own = self._engine.run.training.precision, given.segment, self._sequences.own
         observed = self._seen.outputs
         assert observed is not None
-        apart, best, told = float((observed.double() - own(replayed.outputs).double()).norm()), math.inf, ""
+        apart, best, cause = float((observed.double() - own(replayed.outputs).double()).norm()), math.inf, ""
         try:
             for variant in variants(self._engine, segment, self._batch[0], given.weights):
                 alone = build_alone(self._lone(precision), segment.name, self._engine.device)
@@ -269,11 +272,11 @@ class Replay:
                 made = own(self._compute(alone, replace(given, weights=variant.weights), variant.batch).outputs)
                 away = float((observed.double() - made.double()).norm()) if made.shape == observed.shape else math.inf
                 if away < 0.9 * best:
-                    best, told = away, variant.told
+                    best, cause = away, variant.cause
         except torch.OutOfMemoryError:
             return
         if best <= (1e-3 if precision in EXACT else 0.3) * apart:
-            self._found[index] = replace(self._found[index], cause=told)
+            self._found[index] = replace(self._found[index], cause=cause)
 
     def _is_suspect(self) -> bool:
         """Whether a rank found something, or all of them together."""
@@ -282,7 +285,7 @@ class Replay:
         return bool(all_reduce_maximum(anywhere, self._engine.groups.world).item())
 
     def _lone(self, precision: str) -> Run:
-        """The same model and micro-batch on one process, which computes step by step as they are written."""
+        """The same model and micro-batch on one process, without compiling or overlap."""
         if precision in self._lones:
             return self._lones[precision]
         run = self._engine.run
@@ -350,22 +353,23 @@ class Replay:
         assert seen.outputs is not None
         if given.losses is not None:
             observed = given.losses[:, self._engine.groups.tensor.index].sum(0)
-            self._look("loss", name, observed, replayed.outputs, None if exact is None else exact.outputs, None)
+            self._compare_one("loss", name, observed, replayed.outputs, None if exact is None else exact.outputs, None)
         else:
             residual = None if given.inputs is None else own(given.inputs)
             float32 = None if exact is None else own(exact.outputs)
-            self._look("forward", name, seen.outputs, own(replayed.outputs), float32, residual)
+            self._compare_one("forward", name, seen.outputs, own(replayed.outputs), float32, residual)
             if self._found and exact is not None:
-                self._look_inside(seen, replayed, exact)
+                self._compare_inside(seen, replayed, exact)
         if replayed.input_gradient is not None and seen.input_gradient is not None:
             passed = None if name == "head" else own(given.gradient)
             float32 = None if exact is None or exact.input_gradient is None else own(exact.input_gradient)
-            self._look("input gradient", name, seen.input_gradient, own(replayed.input_gradient), float32, passed)
+            right = own(replayed.input_gradient)
+            self._compare_one("input gradient", name, seen.input_gradient, right, float32, passed)
 
-    def _look(
+    def _compare_one(
         self, where: Pass, name: str, observed: Tensor, right: Tensor, exact: Tensor | None, passed: Tensor | None
     ) -> None:
-        """`passed`: what a block adds to, of which errors are no part."""
+        """`passed`: the residual stream, which a block adds to: errors are compared with what the block added."""
         tensor = name if where in ("forward", "loss") else f"gradient of the input of {name}"
         place = (self._micro_batch + 1, self._engine.groups.world.index)
         if observed.shape != right.shape:
@@ -377,7 +381,7 @@ class Replay:
         apart = observed.double() - right.double()
         error = float(apart.norm()) / scale
         stream = max(1.0, float(right.double().norm()) / scale)
-        """A large one to which little is added is rounded too."""
+        """A large residual stream to which a block adds little: rounding of the stream counts too."""
         spread = ROUNDED * stream if exact is None else float((right.double() - exact.double()).norm()) / scale
         allowed = self._allowed(spread)
         if self._engine.run.training.precision in EXACT:
@@ -387,14 +391,14 @@ class Replay:
             error = error if error == error else math.inf
             self._found.append(Located(tensor, name, where, 0, *place, error, allowed, cause))
 
-    def _look_inside(self, seen: Seen, replayed: Replayed, exact: Replayed) -> None:
-        """Which half of a block it was: the first that is wrong."""
+    def _compare_inside(self, seen: Seen, replayed: Replayed, exact: Replayed) -> None:
+        """Narrow a wrong output down to the first wrong half of the block."""
         whole, self._found = self._found, []
         for name, x in seen.inside.items():
             rows = [made.inside[name].flatten(0, -2) for made in (replayed, exact)]
             if not self._found and rows[0].numel() >= x.numel():
                 right, float32 = (self._sequences.own(each) for each in rows)
-                self._look("forward", name, x.flatten(0, -2), right, float32, None)
+                self._compare_one("forward", name, x.flatten(0, -2), right, float32, None)
         self._found = self._found or whole
 
     def _allowed(self, spread: float) -> float:
@@ -422,7 +426,7 @@ class Replay:
         return UNKNOWN
 
     def _sketch(self, given: Given, replayed: Replayed, exact: Replayed | None) -> None:
-        """Of each slice that some rank holds: one rank of a replica tells what the replay made of it."""
+        """Of each slice that some rank holds: one rank of a replica adds the replay's gradient."""
         here = self._engine.groups.coordinates
         parts = {part.name: part for unit in given.segment.units for part in unit.parts}
         made: dict[Literal["replay", "exact"], Replayed] = {"replay": replayed}
@@ -438,21 +442,21 @@ class Replay:
 
     def judge(self, engine: Engine, optimizer: Optimizer, step: int) -> list[Located]:
         found = [replace(each, step=step) for each in self._found]
-        return from_all(engine, found) + list(self._wrong_gradients(step))
+        return found_by_all(engine, found) + list(self._wrong_gradients(step))
 
     def _wrong_gradients(self, step: int) -> Iterator[Located]:
-        layout, run, told = self._engine.run.layout, self._engine.run, self._told
-        if any("failed" in rows for rows in told):
+        layout, run, gathered = self._engine.run.layout, self._engine.run, self._gathered_rows
+        if any("failed" in rows for rows in gathered):
             return
         sums: dict[Gradient, Tensor] = {}
         holders: dict[Gradient, int] = {}
-        for rank, rows in enumerate(told):
+        for rank, rows in enumerate(gathered):
             for held, row in rows.items():
-                # Of tensor ranks that all have the whole gradient, one counts.
+                # Of tensor ranks that all have the whole gradient, only one counts.
                 if held.kind != "ranks" or held.adds or rank % layout.tp == 0:
                     sums[held] = sums[held] + row if held in sums else row
                     holders.setdefault(held, rank)
-        # What is zero but for rounding has no relative error.
+        # A gradient that is zero except for rounding has no relative error.
         right_of = {held: row for held, row in sums.items() if held.kind == "replay"}
         least = NEGLIGIBLE if run.training.precision in EXACT else 2.0**-8
         floor = least * max((float(row.norm()) for row in right_of.values()), default=0.0)

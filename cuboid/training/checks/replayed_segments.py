@@ -1,4 +1,4 @@
-"""Which segments of a rank's stages are replayed, in which order, and what is seen inside of a block meanwhile."""
+"""Which segments of a rank's stages are replayed, in which order, and the outputs of a block's two halves meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGEST_HEAD = 2**28
 
 @contextmanager
 def inside_of(segment: Segment, kept: dict[str, Tensor]) -> Iterator[None]:
-    """Meanwhile the first results of a block's two halves are kept."""
+    """Keeps the first outputs of a block's attention and feed-forward meanwhile."""
     hooks = []
     for path in ("attention", "feed_forward"):
         module = getattr(segment.module, path, None)
@@ -44,20 +44,21 @@ def segments_of(engine: Engine) -> list[Segment]:
 
 
 class Rotation:
-    """The blocks of a rank's stages in turn, with head and embedding between them where they are here."""
+    """The order of replays: block, head, block, embedding, … of a rank's stages, each as far as the rank has it."""
 
     def __init__(self, engine: Engine) -> None:
         names = [segment.name for segment in segments_of(engine) if _is_replayed(engine, segment.name)]
         self._blocks = [name for name in names if name.startswith("layers.")]
         self._ends = [name for name in ("head", "embedding") if name in names]
 
-    def at(self, turn: int) -> str | None:
-        """Every other turn is an end's, if there is one."""
+    def at(self, index: int) -> str | None:
+        """The segment of a replay; None: there is none. Every other replay is of head or embedding, if the rank has
+        one."""
         if not self._ends:
-            return self._blocks[turn % len(self._blocks)] if self._blocks else None
-        if turn % 2 or not self._blocks:
-            return self._ends[turn // 2 % len(self._ends)]
-        return self._blocks[turn // 2 % len(self._blocks)]
+            return self._blocks[index % len(self._blocks)] if self._blocks else None
+        if index % 2 or not self._blocks:
+            return self._ends[index // 2 % len(self._ends)]
+        return self._blocks[index // 2 % len(self._blocks)]
 
 
 def _is_replayed(engine: Engine, name: str) -> bool:

@@ -1,5 +1,5 @@
-"""Sixteen sums of a tensor's elements with signs: linear, so that the sketch of a sum is the sum of sketches, and no
-element is without a part in it."""
+"""A sketch of a tensor: sixteen sums of its elements with pseudo-random signs. It is linear, so the sketch of a sum is
+the sum of sketches, and every element counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 NUMBERS = 16
 CHUNK = 2**24
-"""Elements that are looked at together: what that takes of memory is small beside a layer."""
+"""Elements that are sketched at once: this takes little memory beside a layer."""
 ROW = 4096
 """Signs are those of an element's place in its row times that of the row."""
 
@@ -25,7 +25,7 @@ def _signs(first: int, count: int, kind: torch.dtype, device: torch.device) -> T
 
 
 def stride_of(size: int) -> int:
-    """Of the rows of a large parameter every so many are looked at: no more elements than a chunk has."""
+    """Every how many rows of a large parameter are sketched: no more elements than a chunk has."""
     return -(-size // CHUNK)
 
 

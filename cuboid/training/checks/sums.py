@@ -1,8 +1,8 @@
-"""Sums: what a reduction gave is the sum of the parts of all ranks that hold the same elements, and the gradient norm
-is that of what the optimizer gets.
+"""Sums: a reduced gradient is the sum of the parts of all ranks that hold the same elements, and the gradient norm is
+that of the gradients which the optimizer gets.
 
-Nothing here knows the groups of the layout: whoever holds the same elements of a parameter has a part of its gradient.
-Gradients are compared as sketches."""
+The check does not use the layout's process groups, which may be wrong: any rank that holds the same elements of a
+parameter has a part of its gradient. Gradients are compared as sketches."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ from cuboid.parallel.zero import OptimizerShard, Unit
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.sharding import Part
 from cuboid.training.checks.check import wrap
-from cuboid.training.checks.everywhere import Everywhere, Rows
-from cuboid.training.checks.sketch import NUMBERS, sketch, stride_of
-from cuboid.training.checks.turns import Look
-from cuboid.training.checks.words import (
+from cuboid.training.checks.gather_rows import RowGather, Rows
+from cuboid.training.checks.hypotheses import (
     UNKNOWN,
     Axes,
     Hypothesis,
-    Located,
     count_named,
     fitted_factor,
-    module_of,
     named_factor,
     sum_hypotheses,
 )
+from cuboid.training.checks.located import Located, module_of
+from cuboid.training.checks.sampling import SampledStep
+from cuboid.training.checks.sketch import NUMBERS, sketch, stride_of
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import StepResult
 
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05}
 """How far a sum may be off, of the size of its parts, by the precision it is summed in."""
 CLOSE = {torch.float64: 1e-6, torch.float32: 0.02, torch.bfloat16: 0.1}
-"""How far from what was observed a cause may be, of what is wrong about it."""
+"""How much of an error a cause may leave unexplained."""
 NORM = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
@@ -80,7 +79,7 @@ KINDS: dict[str, Callable[[Held], bool]] = {
     "parameters that are split or on one tp rank": lambda held: not held.is_shared,
     "experts": lambda held: ".experts." in held.name,
 }
-"""Of gradients, in whose squares a norm may be wrong."""
+"""Groups of gradients that a wrong norm may count too often or not at all."""
 
 
 class Sums:
@@ -90,15 +89,15 @@ class Sums:
         """By micro-batch, in the order in which they were collected."""
         self._undo: list[Callable[[], None]] = []
         self._engine = engine
-        self._tell, self._tell_parts = Everywhere(engine), Everywhere(engine)
+        self._row_gather, self._part_gather = RowGather(engine), RowGather(engine)
         self._counted: list[bool] = []
-        """Of each shard of this rank, whether no rank before it has the same elements."""
+        """For each shard of this rank: whether no lower rank has the same elements, so that it counts in the norm."""
         self._units: list[Unit] = []
-        """That are looked at."""
+        """Those that this step checks."""
 
-    def begin(self, look: Look) -> None:
+    def begin(self, sampled: SampledStep) -> None:
         self._rows, self._own = {}, {}
-        self._units = [unit for unit in self._engine.units if unit.uses and look.sees(unit)]
+        self._units = [unit for unit in self._engine.units if unit.uses and sampled.includes(unit)]
         for unit in self._units:
             self._attach(unit)
 
@@ -133,23 +132,23 @@ class Sums:
                 self._rows[_shard(shard)] = sketch(shard.gradient, shard.start, stride) / factor
 
     def _squares(self, result: StepResult, factor: float) -> Tensor:
-        """The norm that the optimizer is told, and the squares of this rank's gradients by `KINDS`."""
+        """(16,): the norm that the optimizer uses, then the sums of squares of this rank's gradients by `KINDS`."""
         shards = [shard for unit in self._engine.units if unit.uses for shard in unit.optimizer_shards()]
         held = [_shard(shard) for shard in shards]
         if not self._counted:
             self._counted = self._counts(held)
-        told = torch.zeros(NUMBERS, dtype=torch.float64, device=self._engine.device)
-        told[0] = result.gradient_norm
+        squares = torch.zeros(NUMBERS, dtype=torch.float64, device=self._engine.device)
+        squares[0] = result.gradient_norm
         counted = [(one, shard) for one, shard, counts in zip(held, shards, self._counted, strict=True) if counts]
         if counted:
             norms = torch._foreach_norm([shard.gradient for _, shard in counted], 2, torch.float64)
-            squares = torch.stack([norm.to(told.device) for norm in norms]).square() / factor**2
+            each = torch.stack([norm.to(squares.device) for norm in norms]).square() / factor**2
             is_of = torch.tensor([[among(one) for one, _ in counted] for among in KINDS.values()], dtype=torch.float64)
-            told[1 : len(KINDS) + 1] = is_of.to(told.device) @ squares
-        return told
+            squares[1 : len(KINDS) + 1] = is_of.to(squares.device) @ each
+        return squares
 
     def _counts(self, held: list[Held]) -> list[bool]:
-        """Told once: shards stay where they are."""
+        """Communicated once: shards stay where they are."""
         world = self._engine.groups.world
         if world.handle is None:
             return [True] * len(held)
@@ -160,11 +159,11 @@ class Sums:
 
     def judge(self, engine: Engine, optimizer: Optimizer, step: int) -> list[Located]:
         device = engine.device
-        told = self._tell.gather({held: row.to(device) for held, row in self._rows.items()}, NUMBERS)
-        found = list(self._wrong_sums(told, step))
-        # Parts of single micro-batches travel only where something is wrong; all ranks come to the same.
-        found = [self._with_micro_batches(each, told) for each in found[:1]] + found[1:]
-        return found + list(self._wrong_norm(told, step))
+        gathered = self._row_gather.gather({held: row.to(device) for held, row in self._rows.items()}, NUMBERS)
+        found = list(self._wrong_sums(gathered, step))
+        # Ranks communicate the parts of single micro-batches only where a sum is wrong; all ranks find the same.
+        found = [self._with_micro_batches(each, gathered) for each in found[:1]] + found[1:]
+        return found + list(self._wrong_norm(gathered, step))
 
     # Sums over ranks.
 
@@ -172,15 +171,15 @@ class Sums:
         place = coordinates(rank, self._engine.run.layout)
         return {"dp": place.dp, "cp": place.cp, "tp": place.tp, "pp": place.pp}
 
-    def _wrong_sums(self, told: list[Rows], step: int) -> Iterator[Located]:
+    def _wrong_sums(self, gathered: list[Rows], step: int) -> Iterator[Located]:
         dtypes = {part.name: unit.sums_in for unit in self._engine.units for part in unit.parts}
         usual = next(iter(dtypes.values()))
         parts: dict[tuple[str, int, int, int], dict[int, Tensor]] = {}
         sums: dict[tuple[str, int, int, int], dict[int, dict[tuple[int, int], Tensor]]] = {}
         adds: dict[tuple[str, int, int, int], bool] = {}
-        # As a backward pass comes to them: the last stage first.
-        for rank in sorted(range(len(told)), key=lambda rank: -self._axes(rank)["pp"]):
-            for held, row in told[rank].items():
+        # In the order of a backward pass: the last stage first.
+        for rank in sorted(range(len(gathered)), key=lambda rank: -self._axes(rank)["pp"]):
+            for held, row in gathered[rank].items():
                 if held.kind == "part":
                     parts.setdefault(held.elements, {})[rank] = row
                     adds[held.elements] = held.adds
@@ -211,7 +210,7 @@ class Sums:
                 break
 
     def _placed(self, of: dict[int, Tensor], here: Axes) -> list[tuple[Axes, Tensor]]:
-        """The parts of a rank's own place first: of two causes that come to the same, that one is told."""
+        """The parts of the rank's own place first: of two causes with the same result, the first is reported."""
         placed = [(self._axes(rank), own) for rank, own in of.items()]
         return sorted(placed, key=lambda item: [item[0][axis] != here[axis] for axis in here])
 
@@ -221,28 +220,28 @@ class Sums:
         if not bool(observed.any()):
             return "it is zero"
         run = self._engine.run
-        told = _explains(sum_hypotheses(parts), observed, right, close)
+        cause = _explains(sum_hypotheses(parts), observed, right, close)
         factor = fitted_factor(observed, right)
-        if not told and _near(right * factor, observed, right, close):
-            told = named_factor(factor, run, run.micro_batches, exact=False)
-        return told or UNKNOWN
+        if not cause and _near(right * factor, observed, right, close):
+            cause = named_factor(factor, run, run.micro_batches, exact=False)
+        return cause or UNKNOWN
 
-    def _with_micro_batches(self, found: Located, told: list[Rows]) -> Located:
+    def _with_micro_batches(self, found: Located, gathered: list[Rows]) -> Located:
         """With a cause among micro-batches, where there is none among ranks. Every rank calls this."""
         if found.cause != UNKNOWN or found.rank is None:
             return found
         name = found.tensor.removeprefix("gradient of ")
         mine = {held: many for held, many in self._own.items() if held.name == name}
         own = {(held, index): x for held, many in mine.items() for index, x in enumerate(many)}
-        everywhere = self._tell_parts.gather(own, NUMBERS)
-        seen = next(held for held in told[found.rank] if held.kind == "sum" and held.name == name)
+        everywhere = self._part_gather.gather(own, NUMBERS)
+        seen = next(held for held in gathered[found.rank] if held.kind == "sum" and held.name == name)
         observed = {
             rank: {
                 (held.start, held.stop): row
                 for held, row in rows.items()
                 if held.kind == "sum" and held.elements == seen.elements
             }
-            for rank, rows in enumerate(told)
+            for rank, rows in enumerate(gathered)
         }
         here = self._axes(found.rank)
         parts = [
@@ -259,12 +258,12 @@ class Sums:
 
     # The norm.
 
-    def _wrong_norm(self, told: list[Rows], step: int) -> Iterator[Located]:
+    def _wrong_norm(self, gathered: list[Rows], step: int) -> Iterator[Located]:
         engine = self._engine
         allowed = NORM[engine.units[0].accumulate]
-        squares = [dict(zip(KINDS, rows[Held("norm", "")][1:].tolist(), strict=False)) for rows in told]
+        squares = [dict(zip(KINDS, rows[Held("norm", "")][1:].tolist(), strict=False)) for rows in gathered]
         right = math.sqrt(sum(own["all"] for own in squares))
-        for rank, rows in enumerate(told):
+        for rank, rows in enumerate(gathered):
             observed = float(rows[Held("norm", "")][0])
             error = abs(observed - right) / (right or 1.0)
             if not error <= allowed:
@@ -278,11 +277,11 @@ class Sums:
             return "not a number"
         layout, extra = self._engine.run.layout, observed**2 - right**2
         close = 1e-6 if self._engine.units[0].accumulate == torch.float64 else 1e-2
-        for told in list(KINDS)[1:]:
-            among = sum(own[told] for own in squares)
+        for kind in list(KINDS)[1:]:
+            among = sum(own[kind] for own in squares)
             times = count_named(extra, among, {2, layout.tp, layout.dp, layout.cp, layout.ep}, close)
             if times:
-                return f"{told} are {times}"
+                return f"{kind} are {times}"
         for stage in range(layout.pp if layout.pp > 1 else 0):
             of_stage = sum(own["all"] for rank, own in enumerate(squares) if self._axes(rank)["pp"] == stage)
             if abs(observed**2 - of_stage) <= close * right**2:
@@ -292,7 +291,7 @@ class Sums:
 
 
 def _whole(of: dict[int, dict[tuple[int, int], Tensor]]) -> dict[int, Tensor]:
-    """What each rank sees of a gradient: its own shards, and of others what the nearest holder has."""
+    """A whole gradient as each rank sees it: its own shards, and the other shards from a rank that holds them."""
     holders = {between: rank for rank in sorted(of, reverse=True) for between in of[rank]}
     found = {}
     for rank, own in of.items():
@@ -303,7 +302,7 @@ def _whole(of: dict[int, dict[tuple[int, int], Tensor]]) -> dict[int, Tensor]:
 
 
 def _other_slices(right: Tensor, others: dict[tuple[str, int, int, int], dict[int, Tensor]]) -> Iterator[Hypothesis]:
-    """`others`: what ranks computed of the other slices of the parameter. Sketches of slices are of their places."""
+    """`others`: the gradients that ranks computed of the other slices of the parameter, as sketches."""
     for theirs in others.values():
         for rank, part in theirs.items():
             yield f"that of another slice, on rank {rank}, is added", lambda part=part: right + part  # type: ignore[misc]
@@ -315,8 +314,8 @@ def _other_slices(right: Tensor, others: dict[tuple[str, int, int, int], dict[in
         )
     everything = [part for theirs in others.values() for part in theirs.values()]
     if everything:
-        told = "those of all other slices are added: summed over a group of other ranks"
-        yield told, lambda: right + torch.stack(everything).sum(0)
+        cause = "those of all other slices are added: summed over a group of other ranks"
+        yield cause, lambda: right + torch.stack(everything).sum(0)
 
 
 def _near(made: Tensor, observed: Tensor, right: Tensor, close: float) -> bool:
@@ -324,8 +323,8 @@ def _near(made: Tensor, observed: Tensor, right: Tensor, close: float) -> bool:
 
 
 def _explains(hypotheses: Iterator[Hypothesis], observed: Tensor, right: Tensor, close: float) -> str:
-    for told, make in hypotheses:
+    for cause, make in hypotheses:
         made = make()
         if made is not None and _near(made, observed, right, close):
-            return told
+            return cause
     return ""

@@ -1,6 +1,6 @@
-"""Updates: of sampled elements the arithmetic of the optimizer once more, in float64, from the gradients, moments and
-weights before it; of an average of weights likewise. Of optimizers that look at whole matrices, only that a weight with
-a gradient moves."""
+"""Updates: the optimizer's update of sampled elements is computed once more, in float64, from the gradients, moments
+and weights before it; so is the update of an average of weights. Of optimizers that need whole matrices, only this is
+checked: a weight with a gradient moves."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from cuboid.checkpoint.state import AVERAGE
 from cuboid.kernels.precision import join_halves
 from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.zero import OptimizerShard
-from cuboid.training.checks.check import Looks, from_all, sampled_places
-from cuboid.training.checks.turns import Look
-from cuboid.training.checks.words import UNKNOWN, Located, module_of, step_and_decay
+from cuboid.training.checks.check import CheckDefaults, found_by_all, sampled_places
+from cuboid.training.checks.hypotheses import UNKNOWN, step_and_decay
+from cuboid.training.checks.located import Located, module_of
+from cuboid.training.checks.sampling import SampledStep
 from cuboid.training.learning_rate import learning_rate
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import StepResult
 
 ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-2}
-"""How far from where it should be a weight may be, of the learning rate."""
+"""How far off a weight may be, as a fraction of the learning rate."""
 ROUNDING = {torch.float64: 2e-16, torch.float32: 1.2e-7}
 
 
@@ -36,29 +37,30 @@ class Sampled:
     state: dict[str, Tensor]
 
 
-class Updates(Looks):
+class Updates(CheckDefaults):
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         self._engine, self._optimizer = engine, optimizer
         self._before: dict[str, Sampled] = {}
         self._norm = self._own_norm = self._scale = 0.0
         self._taken = 0
         self._dtype = engine.units[0].accumulate
-        self._look: Look | None = None
+        self._sampled_step: SampledStep | None = None
 
-    def begin(self, look: Look) -> None:
-        self._look = look
+    def begin(self, sampled: SampledStep) -> None:
+        self._sampled_step = sampled
 
     def see_gradients(self, result: StepResult) -> None:
         optimizer = self._optimizer
         self._norm, self._scale, self._taken = result.gradient_norm, result.loss_scale or 1.0, optimizer.steps_taken
         self._before = self._sampled()
-        if self._look is not None and self._look.is_whole:
+        if self._sampled_step is not None and self._sampled_step.covers_all:
             norms = torch._foreach_norm([shard.gradient for shard in self._shards()], 2, torch.float64)
             self._own_norm = math.hypot(*map(float, norms)) / self._scale
 
     def _shards(self) -> list[OptimizerShard]:
         """Those that an optimizer updates."""
-        units = [unit for unit in self._engine.units if unit.uses and (self._look is None or self._look.sees(unit))]
+        sampled = self._sampled_step
+        units = [unit for unit in self._engine.units if unit.uses and (sampled is None or sampled.includes(unit))]
         return [shard for unit in units for shard in unit.optimizer_shards()]
 
     def _sampled(self) -> dict[str, Sampled]:
@@ -86,10 +88,10 @@ class Updates(Looks):
         if shards and not self._are_right(shards, now, step):
             for shard in shards:
                 found += list(self._wrong(shard, self._before[shard.part.name], now[shard.part.name], step))
-        return from_all(engine, found)
+        return found_by_all(engine, found)
 
     def _are_right(self, shards: list[OptimizerShard], now: dict[str, Sampled], step: int) -> bool:
-        """All at once, where all are AdamW's; else nothing is said."""
+        """All at once, where all are AdamW's; False where one may be wrong, or where another optimizer updates them."""
         before, after = ([kept[shard.part.name] for shard in shards] for kept in (self._before, now))
         spec, run = self._engine.run.optimizer, self._engine.run
         if spec.is_own or spec.average or not all("exp_avg" in each.state for each in before):
@@ -108,7 +110,7 @@ class Updates(Looks):
         rates = spread([rate * shard.part.rate_factor for shard in shards])
         held = 1 - spread([rate * spec.weight_decay * (len(shard.part.full_shape) > 1) for shard in shards])
         right = self._moved(whole, rates, held)
-        # As for each shard alone, with the bound of the smallest: what is close is looked at once more, one by one.
+        # The bound of each shard alone, or a closer one: where it is exceeded, shards are compared one by one.
         apart = (torch.cat([each.weights for each in after]) - right).abs()
         return bool((apart <= ALLOWED[self._dtype] * rates + 4 * ROUNDING[self._dtype] * whole.weights.abs()).all())
 
@@ -144,7 +146,7 @@ class Updates(Looks):
         decays: bool | None = None,
         by_own_norm: bool = False,
     ) -> Tensor:
-        """Weights after the update, or after one that lacks something."""
+        """Weights after the update, or after one with a bug."""
         if decays is None:
             decays = len(shard.part.full_shape) > 1
         decay = self._engine.run.optimizer.weight_decay if decays else 0.0
@@ -161,7 +163,7 @@ class Updates(Looks):
         corrects: bool = True,
         by_own_norm: bool = False,
     ) -> Tensor:
-        """`held`: what decay leaves of the weights."""
+        """`held`: the factor that weight decay leaves of the weights."""
         spec, clip = self._engine.run.optimizer, self._engine.run.training.gradient_clip
         norm = self._own_norm if by_own_norm else self._norm
         scale = min(1.0, clip / (norm + 1e-6)) if clip > 0 and clips else 1.0
@@ -188,14 +190,14 @@ class Updates(Looks):
             ("no bias correction", self._adamw(before, rate, shard, corrects=False)),
             (decay, self._adamw(before, rate, shard, decays=not is_matrix)),
         )
-        for told, made in hypotheses:
+        for cause, made in hypotheses:
             if float((after - made).norm()) <= 0.02 * apart:
-                return told
+                return cause
         moved, should = after - before.weights, right - before.weights
         decayed = -rate / shard.part.rate_factor * self._engine.run.optimizer.weight_decay * before.weights * is_matrix
-        told = step_and_decay(moved, should - decayed, decayed, 0.02)
-        if told:
-            return told
+        cause = step_and_decay(moved, should - decayed, decayed, 0.02)
+        if cause:
+            return cause
         return f"{UNKNOWN}; moments or gradient of another shard, or of another step"
 
     def _wrong_average(self, shard: OptimizerShard, before: Sampled, now: Sampled, step: int) -> Iterator[Located]:
@@ -216,9 +218,9 @@ class Updates(Looks):
             ("it took in weights before the update: stale", average + (1 - decay) * (before.weights - average)),
             ("it moves away from the weights", average - (1 - decay) * (after - average)),
         )
-        for told, made in hypotheses:
+        for text, made in hypotheses:
             if float((moved - made).abs().max()) <= max(0.02 * apart, allowed):
-                cause = told
+                cause = text
                 break
         name, place = shard.part.name, (step, None, self._engine.groups.world.index)
         yield Located(f"average of {name}", module_of(name), "update", *place, apart / scale, allowed / scale, cause)

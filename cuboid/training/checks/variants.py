@@ -1,5 +1,5 @@
-"""Why a block, or an embedding, made something else: it is replayed once more as bugs would have it, and what is near
-to what the ranks made is the cause."""
+"""Why the output of a block or embedding is wrong: it is replayed with one known bug after another, and the bug whose
+replay comes nearest to the ranks' output is the cause."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ ROWS = ("attention.output.weight", "feed_forward.down.weight")
 
 @dataclass(frozen=True)
 class Variant:
-    """Of a replay."""
+    """A replay with one bug."""
 
-    told: str
+    cause: str
     weights: dict[str, Tensor]
     change: Callable[[Alone], None] = lambda _: None
     batch: Callable[[RankBatch], RankBatch] = lambda batch: batch
@@ -49,20 +49,20 @@ def variants(engine: Engine, segment: Segment, batch: MicroBatch, weights: dict[
         if held.stop - held.start < whole.shape[1]:
             own = torch.zeros_like(whole)
             own[:, held] = whole[:, held]
-            told = f"sum missing over tp: only the part of tp rank {here.tp} is in it"
-            yield Variant(told, weights | {part.name: own})
+            cause = f"sum missing over tp: only the part of tp rank {here.tp} is in it"
+            yield Variant(cause, weights | {part.name: own})
     attention = getattr(segment.module, "attention", None)
     scores = len(batch.tokens) * run.training.sequence**2 * run.model.heads
     if name.startswith("layers.") and hasattr(attention, "mix") and scores <= LARGEST:
         ids, sinks = batch.documents, f"{name}.attention.sinks" in weights
-        for told, attend in wrong_masks(run, int(name.rpartition(".")[2]), here.cp, sinks):
+        for cause, attend in wrong_masks(run, int(name.rpartition(".")[2]), here.cp, sinks):
             mix = _Mix(attend, ids if run.data.attention_within_documents else None)
-            yield Variant(told, weights, partial(_put, mix))
+            yield Variant(cause, weights, partial(_put, mix))
     if run.training.dropout:
         yield Variant("nothing is dropped", weights, batch=partial(_dropping, None))
         for rank in range(run.layout.tp if run.layout.sequence_parallel and run.layout.tp > 1 else 0):
-            told = f"dropout drops what is dropped of the tokens of tp rank {rank}"
-            yield Variant(told, weights, batch=partial(_dropping, (rank, run.layout.tp)))
+            cause = f"dropout drops what is dropped of the tokens of tp rank {rank}"
+            yield Variant(cause, weights, batch=partial(_dropping, (rank, run.layout.tp)))
     if run.layout.cp > 1:
         length, size = run.training.sequence, run.layout.cp
         held_by = [torch.cat([torch.tensor(part) for part in places_of(each, size, length)]) for each in range(size)]
@@ -70,8 +70,8 @@ def variants(engine: Engine, segment: Segment, batch: MicroBatch, weights: dict[
             place = torch.empty(length, dtype=torch.int64)
             for own in held_by:
                 place[own] = taken
-            told = "positions of other tokens, such as another chunk of the sequence"
-            yield Variant(told, weights, batch=partial(_moved, place))
+            cause = "positions of other tokens, such as another chunk of the sequence"
+            yield Variant(cause, weights, batch=partial(_moved, place))
 
 
 class _Mix:
@@ -98,7 +98,7 @@ def _put(mix: _Mix, alone: Alone) -> None:
 
 
 def _dropping(part: tuple[int, int] | None, batch: RankBatch) -> RankBatch:
-    """As of one part of the tokens for each of so many; None: nothing."""
+    """`part`: (index, count): all tokens have the dropout keys of one of so many parts; None: no dropout."""
     keys = batch.positions.dropout
     if part is not None and keys is not None:
         keys = torch.cat([keys.chunk(part[1])[part[0]]] * part[1])

@@ -1,4 +1,4 @@
-"""Whole weights from what ranks hold of them."""
+"""Whole weights, gathered from the parts that ranks hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class WholeWeights:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._parts: dict[str, list[list[Part]]] = {}
-        """By unit: of each rank that holds another slice. They are told once."""
+        """By unit: the parts of each rank. Ranks communicate them once."""
 
     def gather(self, prefix: str, names: Collection[str]) -> tuple[dict[str, Tensor], dict[str, list[Part]]]:
         """By their names these weights and all that belong to a block `prefix`, and every slice of each that some rank
@@ -49,10 +49,10 @@ class WholeWeights:
     def _parts_of(self, unit: Unit) -> list[list[Part]]:
         if unit.name not in self._parts:
             group = self._group(unit)
-            told: list[list[Part]] = [unit.parts] * group.size
+            parts: list[list[Part]] = [unit.parts] * group.size
             if group.handle is not None:
-                dist.all_gather_object(told, unit.parts, group=group.handle)
-            self._parts[unit.name] = told
+                dist.all_gather_object(parts, unit.parts, group=group.handle)
+            self._parts[unit.name] = parts
         return self._parts[unit.name]
 
 

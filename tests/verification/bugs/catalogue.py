@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from cuboid.training.checks.words import UNKNOWN
+from cuboid.training.checks.hypotheses import UNKNOWN
 from cuboid.verification import compare
 from cuboid.verification.compare import verify_rank
 from cuboid.verification.resume import train_leg

@@ -1,14 +1,10 @@
-"""The words in which something wrong is told: where it is, and why it may be so. `cuboid verify` and the checks of a
-running training say the same.
-
-A cause is a hypothesis that is computed and compared with what was observed."""
+"""Hypotheses about the cause of an error, each computed and compared with what was observed. `cuboid verify` and the
+checks of a running training share them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,42 +15,11 @@ UNKNOWN = "unknown: nothing that was tried explains it"
 DRIFTED = "copies differ"
 RATE = "the update is too large or too small, as another learning rate makes it"
 Hypothesis = tuple[str, Callable[[], Tensor | None]]
-"""What is told, and what would have been observed."""
-
-
-Pass = Literal[
-    "weights", "forward", "loss", "input gradient", "weight gradient", "reduction", "norm", "update", "save", "load"
-]
-
-
-@dataclass(frozen=True)
-class Located:
-    """The first tensor, in execution order, that is further off than it may be."""
-
-    tensor: str
-    module: str
-    """Which computed it."""
-    where: Pass
-    step: int
-    """Counted from 1, as micro-batches are."""
-    micro_batch: int | None
-    """None: of the whole step."""
-    rank: int | None
-    """None: of all ranks."""
-    error: float
-    allowed: float
-    cause: str
-    """In words."""
-
-
-def module_of(parameter: str) -> str:
-    """The module of a parameter or of an activation inside attention."""
-    path, _, last = parameter.rpartition(".")
-    return path if last in ("weight", "bias", "sinks", "query", "key", "value", "mixed") else parameter
+"""The cause in words, and what would have been observed."""
 
 
 def degrees(run: Run, micro_batches: int) -> dict[str, int]:
-    """What a factor may come of: the layout's degrees, and two of them multiplied."""
+    """Numbers that may explain a factor: the layout's degrees, and some pairs of them multiplied."""
     layout = run.layout
     found = {"tp": layout.tp, "dp": layout.dp, "cp": layout.cp, "ep": layout.ep, "pp": layout.pp}
     found["micro-batches"] = micro_batches
@@ -68,7 +33,7 @@ def degrees(run: Run, micro_batches: int) -> dict[str, int]:
 def named_factor(factor: float, run: Run, micro_batches: int, exact: bool = True) -> str:
     """`factor 2 = dp`; empty where it is no degree of the layout."""
     close = 1e-6 if exact else 0.06
-    told = {"2": 2.0, "1/2": 0.5, "-1": -1.0, "0": 0.0}
+    plain = {"2": 2.0, "1/2": 0.5, "-1": -1.0, "0": 0.0}
     counts = degrees(run, micro_batches)
     shapes: tuple[tuple[str, Callable[[int], float]], ...] = (
         ("{}", lambda count: count),
@@ -82,7 +47,7 @@ def named_factor(factor: float, run: Run, micro_batches: int, exact: bool = True
         names = [shape.format(name) for name, count in counts.items() if abs(factor / value_of(count) - 1) <= close]
         if names:
             return f"factor {factor:.4g} = {' or '.join(names)}"
-    for text, value in told.items():
+    for text, value in plain.items():
         if abs(factor - value) <= close:
             return f"factor {text}" if value else "it is zero"
     return ""
@@ -94,19 +59,19 @@ def fitted_factor(observed: Tensor, right: Tensor) -> float:
 
 
 def count_named(extra: float, among: float, counts: Collection[int], close: float) -> str:
-    """How often something is counted in a sum that has `extra` more than it should; `among`: what counting it once is.
-    Empty: not a number of times that a layout makes."""
+    """How many times a part is counted in a sum that is too large by `extra`; `among`: the part itself. Empty: no
+    number of times that the layout explains."""
     if not among:
         return ""
     for count in sorted(counts):
-        for times, told in ((count, f"{count}"), (1 / count, f"1/{count}")):
+        for times, text in ((count, f"{count}"), (1 / count, f"1/{count}")):
             if count > 1 and abs(extra - (times - 1) * among) <= close * abs(extra):
-                return f"counted {told} times"
+                return f"counted {text} times"
     return "not counted" if abs(extra + among) <= close * abs(extra) else ""
 
 
 def step_and_decay(observed: Tensor, step: Tensor, decay: Tensor, close: float) -> str:
-    """Why weights moved otherwise than by `step` and `decay` together: one of them, or both, by a factor."""
+    """Why weights did not move by `step` + `decay`: one of the two, or both, has a factor."""
     both = torch.stack((step.flatten(), decay.flatten())).double()
     if not bool(both[1].any()):
         factor = fitted_factor(observed, step)
@@ -132,7 +97,7 @@ Axes = dict[str, int]
 
 
 def sum_hypotheses(parts: list[tuple[Axes, Tensor]]) -> Iterator[Hypothesis]:
-    """What a sum of parts may have become: without those of other ranks, with some twice, or divided wrongly."""
+    """Ways to sum the parts wrongly: some are missing, some are counted twice."""
     whole = torch.stack([part for _, part in parts]).sum(0)
     axes = {axis: sorted({place[axis] for place, _ in parts}) for axis in parts[0][0]}
 
@@ -162,8 +127,8 @@ def sum_hypotheses(parts: list[tuple[Axes, Tensor]]) -> Iterator[Hypothesis]:
     for axis, values in many.items():
         if axis != "micro-batch":
             for some in _runs(values):
-                told = f"sum missing over {axis}: only the parts of {axis} ranks {listed(tuple(some))} are in it"
-                yield told, lambda a=axis, s=some: torch.stack([of((a, value)) for value in s]).sum(0)  # type: ignore[misc]
+                cause = f"sum missing over {axis}: only the parts of {axis} ranks {listed(tuple(some))} are in it"
+                yield cause, lambda a=axis, s=some: torch.stack([of((a, value)) for value in s]).sum(0)  # type: ignore[misc]
     names = list(many)
     for index, one in enumerate(names):
         for other in names[index + 1 :]:
@@ -188,7 +153,7 @@ def sum_hypotheses(parts: list[tuple[Axes, Tensor]]) -> Iterator[Hypothesis]:
 
 
 def _runs(values: list[int]) -> Iterator[list[int]]:
-    """Groups of neighbours, and groups of ranks as far apart: what a part of all replicas may be."""
+    """Groups of neighbours, and groups of ranks at equal distances: how some of the replicas may form a group."""
     for width in range(2, len(values) // 2 + 1):
         if len(values) % width == 0:
             count = len(values) // width
@@ -198,12 +163,3 @@ def _runs(values: list[int]) -> Iterator[list[int]]:
 
 def listed(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def told(found: Located) -> str:
-    """One sentence."""
-    place = [f"{found.where} of {found.tensor}"]
-    place += [f"micro-batch {found.micro_batch}"] if found.micro_batch is not None else []
-    place += [f"rank {found.rank}"] if found.rank is not None else []
-    size = f" is {found.error:.1e} off, {found.allowed:.1e} is allowed" if found.allowed else " is wrong"
-    return f"{', '.join(place)},{size}; module {found.module}; likely cause: {found.cause}"

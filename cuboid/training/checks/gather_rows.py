@@ -1,4 +1,4 @@
-"""Rows of numbers that each rank has under names of its own, brought to all ranks."""
+"""An all-gather of rows of numbers, where each rank has rows under names of its own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Rows = dict[Any, Tensor]
 """By what names them: (numbers,) in float64, on the CPU."""
 
 
-class Everywhere:
-    """Names travel once and numbers at each check: between steps of a run the same rows are told."""
+class RowGather:
+    """Ranks communicate the names once and the numbers at each check: the rows are the same from step to step."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -32,9 +32,9 @@ class Everywhere:
         if world.handle is None:
             return [dict(zip(names, own.cpu(), strict=True))]
         changed = not self._names or self._names[world.index] != names
-        told = torch.tensor([len(rows), int(changed)], device=device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=world.handle)
-        most, anywhere = told.tolist()
+        sizes = torch.tensor([len(rows), int(changed)], device=device)
+        dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=world.handle)
+        most, anywhere = sizes.tolist()
         if anywhere:
             self._names = [[] for _ in range(world.size)]
             dist.all_gather_object(self._names, names, group=world.handle)
