@@ -17,7 +17,7 @@ from cuboid.cost.goodput import HOUR, PUBLISHED, Costs, recommend
 from cuboid.errors import UserError
 from cuboid.planning.choose import resized_search
 from cuboid.planning.islands import COMPUTING, MORE
-from cuboid.planning.offers import DAY, FAILURES, Offer, best, fewer, offers
+from cuboid.planning.pareto import DAY, FAILURES, TrainingOption, best, training_options, with_smaller_parts
 from cuboid.planning.question import Question, every_size, resized
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.groups import Group, Groups, SiteLink
@@ -128,9 +128,9 @@ def asked(spec: ModelSpec, sequence: int) -> Callable[[ClusterSpec, int], Questi
     return ask
 
 
-def _least(found: list[Offer]) -> dict[str, float]:
-    costs = [offer.cost for offer in found if offer.cost is not None]
-    return {"days": min(offer.days for offer in found), "cost": min(costs, default=float("inf"))}
+def _least(found: list[TrainingOption]) -> dict[str, float]:
+    costs = [option.cost for option in found if option.cost is not None]
+    return {"days": min(option.days for option in found), "cost": min(costs, default=float("inf"))}
 
 
 def smallest(groups: Groups, ask: Callable[[ClusterSpec, int], Question], batch: int, deadline: float) -> int | None:
@@ -165,7 +165,7 @@ def case(draw: random.Random) -> list[str]:
         for each in members
     )
     try:
-        before = offers(groups, ask, batch, TOKENS)
+        before = training_options(groups, ask, batch, TOKENS)
     except UserError:
         before = []
     wrong = []
@@ -173,7 +173,7 @@ def case(draw: random.Random) -> list[str]:
     for name, change in draw.sample(list(CHANGES.items()), 2):
         changed = change(groups, place)
         try:
-            after = offers(changed, ask, batch, TOKENS)
+            after = training_options(changed, ask, batch, TOKENS)
         except UserError:
             after = []
         if before and not after:
@@ -187,7 +187,8 @@ def case(draw: random.Random) -> list[str]:
         wrong += [f"{name}: {key} {was[key]:.6g} -> {now[key]:.6g}" for key in was if now[key] > slack * was[key]]
     if before and max(each.cluster.accelerators for each in members) <= 64:
         deadline = draw.choice(before).days * draw.choice([1.0, 1.3])
-        found = best(fewer(groups, ask, batch, TOKENS, before, None, deadline), "gpus", None, deadline).accelerators
+        every = with_smaller_parts(groups, ask, batch, TOKENS, before, None, deadline)
+        found = best(every, "gpus", None, deadline).accelerators
         by_hand = smallest(groups, ask, batch, deadline)
         if by_hand is not None and by_hand < found:
             wrong.append(f"gpus within {deadline:.4g} days: {found}, by hand {by_hand}")

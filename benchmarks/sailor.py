@@ -1,7 +1,7 @@
 """The planner beside Sailor's measured runs: `python benchmarks/sailor.py [--json]`.
 
 36 rows of `benchmarks/published/sailor.csv`, nine of them on mixed RTX 3090, RTX 2080 Ti and Titan RTX. Each is asked
-as `cuboid explain` asks: `predict` where accelerators are alike, `predict_mixed` with the groups of `sailor.toml` where
+as `cuboid explain` asks: `predict` where accelerators are alike, `predict_job` with the groups of `sailor.toml` where
 they are not. `benchmarks/fit_sailor.py` has fitted accelerators and links on single layers, and the engine on the rows
 of equal accelerators that a hash of their ids does not hold out; no mixed row was ever fitted."""
 
@@ -17,7 +17,7 @@ import numpy as np
 from published_rows import FOLDER, held_out
 
 from cuboid.planning.choose import predict
-from cuboid.planning.mixed import Line, Machines, predict_mixed
+from cuboid.planning.heterogeneous import Line, Machines, predict_job
 from cuboid.planning.question import Question, resized_cluster
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.groups import Groups, load_groups
@@ -148,7 +148,7 @@ def predicted(row: Row) -> tuple[float, float]:
         plan = predict(question(row, alike(row)), row.layout)
         return plan.seconds, plan.peak / GIB
     known = machines(row)
-    job = predict_mixed(known, row.layout, lines(row, known.names))
+    job = predict_job(known, row.layout, lines(row, known.names))
     return job.step_seconds, max(rank.memory for rank in job.pipeline_ranks) / GIB
 
 

@@ -8,7 +8,7 @@ import typer
 
 from cuboid.cli.options import ModelsBatch, ModelsCluster, ModelsSequence, PlanOrModel, PlansEngine, PlansPrecision
 from cuboid.cli.plan_islands import explain_islands
-from cuboid.cli.plan_mixed import explain_mixed, mixed_of
+from cuboid.cli.plan_one_job import explain_job, job_in_plan
 from cuboid.errors import UserError
 from cuboid.planning.explain import Explanation, explain, sections
 from cuboid.planning.island_file import load_any_plan
@@ -54,8 +54,8 @@ def command(
     Example: cuboid explain llama3-70b h100x64 --layout dp=4,tp=8,pp=2 --global-batch 64 --seq 4096 --precision fp8
     """
     options = {"global_batch": global_batch, "seq": seq, "precision": precision, "engine": engine, "island": island}
-    if mixed := mixed_of(plan, cluster, layout, **options):
-        explain_mixed(mixed, as_json)
+    if job := job_in_plan(plan, cluster, layout, **options):
+        explain_job(job, as_json)
         return
     if islands := islands_of(plan, cluster, island):
         explain_islands(islands, as_json)

@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from cuboid.cli.plan_mixed import map_mixed, mixed_of
+from cuboid.cli.plan_one_job import job_in_plan, map_job
 from cuboid.errors import UserError
 from cuboid.planning.plan import load_plan
 from cuboid.spec.cluster import ClusterSpec, load_cluster
@@ -53,8 +53,8 @@ def command(
         plan, model, cluster = None, plan, place
     elif plan is not None and not plan.endswith(".toml"):
         raise UserError(f"{plan} is not a plan file; write cuboid map {plan} h100x64 --layout dp=8,tp=8")
-    if plan is not None and (mixed := mixed_of(plan, cluster, layout, model=model, nodes=nodes)):
-        map_mixed(mixed, as_json)
+    if plan is not None and (job := job_in_plan(plan, cluster, layout, model=model, nodes=nodes)):
+        map_job(job, as_json)
         return
     loaded = load_plan(plan) if plan else None
     for name, given in (("layout", layout), ("cluster", cluster)):

@@ -152,12 +152,12 @@ def command(
         )
 
     if prices:
-        from cuboid.cli.plan_offers import Wanted, answer_offers
+        from cuboid.cli.plan_pareto import Wanted, answer_pareto
 
         wanted = Wanted(
             objective=objective or "time", tokens=tokens, budget=budget, deadline=deadline, output=output, picture=front
         )
-        answer_offers(groups, ask, global_batch, wanted, as_json)
+        answer_pareto(groups, ask, global_batch, wanted, as_json)
         return
     if one_job:
         from cuboid.cli import plan_mixed

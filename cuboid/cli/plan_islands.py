@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from cuboid.cost.rounds import EFFICIENCY
 from cuboid.planning.energy import sentence
+from cuboid.planning.island_alternatives import Alternative
 from cuboid.planning.island_file import start_lines
 from cuboid.planning.island_links import Paths, fragment_bytes
 from cuboid.planning.islands import IslandsPlan
 from cuboid.planning.plan import GIB, amount
-from cuboid.planning.without_islands import Other
 from cuboid.spec.coding import encode
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def formulas(plan: IslandsPlan) -> list[str]:
     return found
 
 
-def _beside(other: Other, rate: float) -> str:
+def _beside(other: Alternative, rate: float) -> str:
     what = f"{other.name} over the links" if other.name.startswith("one job") else f"{other.name} alone"
     return (
         f"{what}: {other.tokens_per_second:,.0f} tokens/s, islands {rate / other.tokens_per_second:.2f} × that "

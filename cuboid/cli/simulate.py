@@ -8,7 +8,7 @@ import typer
 
 from cuboid.cli.explain import asked, islands_of
 from cuboid.cli.options import ModelsBatch, ModelsCluster, ModelsSequence, PlanOrModel, PlansEngine, PlansPrecision
-from cuboid.cli.plan_mixed import mixed_of, simulate_mixed
+from cuboid.cli.plan_one_job import job_in_plan, simulate_job
 from cuboid.cost.rounds import summary
 from cuboid.errors import UserError
 from cuboid.planning import island_picture
@@ -49,8 +49,8 @@ def command(
     Example: cuboid simulate llama3-8b h100x64 --layout dp=8,tp=2,pp=4 --global-batch 256 --seq 8192
     """
     options = {"global_batch": global_batch, "seq": seq, "precision": precision, "engine": engine, "island": island}
-    if mixed := mixed_of(plan, cluster, layout, **options):
-        simulate_mixed(mixed, micro_batches, width, as_json, trace, picture)
+    if job := job_in_plan(plan, cluster, layout, **options):
+        simulate_job(job, micro_batches, width, as_json, trace, picture)
         return
     if islands := islands_of(plan, cluster, island):
         _simulate_islands(islands, trace, picture, width, as_json)

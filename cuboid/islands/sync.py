@@ -30,8 +30,8 @@ from cuboid.islands.links import (
     as_wire,
 )
 from cuboid.islands.membership import fingerprint
-from cuboid.islands.others import Others, at_once
 from cuboid.islands.outer import OuterState, Sent
+from cuboid.islands.peers import Peers, at_once
 from cuboid.parallel.coordination import Coordination, open_coordination
 from cuboid.telemetry.heartbeat import HEARTBEAT
 
@@ -114,7 +114,7 @@ class Islands:
         self._outbox = Outbox(2 * self.spec.fragments + 2, self._state_of)
         self._outbox.start_at(self.round)
         self._server = LinkServer(site.address, site.secret, self._outbox, self.counts)
-        self._others = Others(self.run, site.number, self._rank, site.secret, self.counts)
+        self._peers = Peers(self.run, site.number, self._rank, site.secret, self.counts)
         # Calls of the main thread, those of the other one, and keys that tell ranks to wait no longer.
         self._own, self._beside, self._signals = (open_coordination(FOREVER) for _ in range(3))
         addresses = self._own.gather((site.address, self._server.port))
@@ -149,7 +149,7 @@ class Islands:
     @property
     def known(self) -> set[int]:
         """Islands that have taken part since this one did."""
-        return set(self._others.known)
+        return set(self._peers.known)
 
     # Batches.
 
@@ -176,7 +176,7 @@ class Islands:
         has stopped."""
         told: Any = self._client.enter(_still_here) if self._client is not None else None
         entered = self._own.broadcast(told)
-        self._others.learn(entered.islands)
+        self._peers.learn(entered.islands)
         self._versions = [_last(entered.round, each, self.spec.fragments) for each in range(self.spec.fragments)]
         self.queue = Batches(entered.batches)
         if entered.round == self.round:
@@ -218,7 +218,7 @@ class Islands:
     def _begin(self, round_: int) -> None:
         fragment = self.spec.fragment_of(round_)
         sent, tokens = self.outer.contribute(fragment), self.outer[fragment].tokens
-        self._outbox.put(round_, Held(self._others.blocks[fragment], sent.wire))
+        self._outbox.put(round_, Held(self._peers.blocks[fragment], sent.wire))
         if self._client is not None:
             self._client.arrive(round_, tokens, self._taken)
         self.round = round_ + 1
@@ -321,7 +321,7 @@ class Islands:
         while True:
             said: Any = self._client.news(job.round, mark, lambda: None) if self._client is not None else None
             news: News = self._beside.broadcast(said)
-            self._others.learn(news.islands)
+            self._peers.learn(news.islands)
             mark = (news.version, news.committed)
             if not news.members:
                 if job.sent is None:
@@ -372,9 +372,9 @@ class Islands:
         fresh: dict[int, Tensor] = {}
         for number in news.members.keys() - wires.keys():
             fresh[number] = torch.empty(blocks, size, dtype=torch.uint8)
-            if number not in self._others.known:
+            if number not in self._peers.known:
                 return False
-            todo += self._others.questions(SENT, number, fragment, job.round, fresh[number], wanted, patience)
+            todo += self._peers.questions(SENT, number, fragment, job.round, fresh[number], wanted, patience)
         try:
             at_once(todo)
         except (Abandoned, Gone):
@@ -398,19 +398,19 @@ class Islands:
         with self._state_lock:
             state = self.outer[fragment]
             both = torch.cat((as_wire(state.weights), as_wire(state.momentum)), 1)
-            return self._versions[fragment] + 1, Held(self._others.blocks[fragment], both)
+            return self._versions[fragment] + 1, Held(self._peers.blocks[fragment], both)
 
     def _copy(self, fragment: int, version: int, ranks: Coordination) -> bool:
         """Of any other island, as it was when it had finished all rounds before this one, or later. Whether one has
         it; the weights do not follow yet."""
         islands: dict[int, dict[str, Any]] = ranks.broadcast(self._client.islands if self._client is not None else {})
-        self._others.learn(islands)
+        self._peers.learn(islands)
         state, patience = self.outer[fragment], min(self.spec.grace_seconds, PATIENCE)
         width = 2 * state.weights.shape[1] * state.weights.element_size()
         for source in sorted(islands.keys() - {self.site.number}):
             into = torch.empty(len(state.weights), width, dtype=torch.uint8)
             found = set[int]()
-            for ask in self._others.questions(STATE, source, fragment, version, into, lambda: True, patience):
+            for ask in self._peers.questions(STATE, source, fragment, version, into, lambda: True, patience):
                 try:
                     found.update(ask())
                 except (Abandoned, Gone):

@@ -15,9 +15,9 @@ from typing import Any
 from cuboid.cost.island_loss import expected_loss
 from cuboid.cost.rounds import IslandTimes
 from cuboid.errors import UserError, up_to
+from cuboid.planning.island_alternatives import Alternative
 from cuboid.planning.islands import IslandsPlan
 from cuboid.planning.plan import Plan, load_plan, plan_of, plan_table, to_choose
-from cuboid.planning.without_islands import Other
 from cuboid.readers import Table, read_toml
 from cuboid.spec.coding import convert, decode, encode
 from cuboid.spec.groups import OWN, Group, Groups, SiteLink
@@ -130,7 +130,7 @@ def load_islands_plan(path: str | Path) -> tuple[IslandsPlan, Run]:
     if spec.count != len(rows):
         raise UserError(f"islands.count={spec.count} is not what the plan has; use count={len(rows)}")
     others = {
-        name: decode(Other, _field(head, name, dict[str, object]), f"plan.{name}")
+        name: decode(Alternative, _field(head, name, dict[str, object]), f"plan.{name}")
         for name in ("alone", "one_job", "unequal")
         if isinstance(head, Mapping) and name in head
     }

@@ -16,12 +16,12 @@ from cuboid.cost.rounds import IslandTimes, Prediction, Timeline, endless, round
 from cuboid.errors import UserError
 from cuboid.planning.choose import SIMULATED, fastest, resized_search, with_reasons
 from cuboid.planning.energy import kilowatt_hours
+from cuboid.planning.island_alternatives import Alternative, as_one_job, fastest_alone, unequal_job, without_islands
 from cuboid.planning.island_batches import share, weights_by_speed
 from cuboid.planning.island_links import Paths, Sent, fragment_bytes, sent_between
 from cuboid.planning.plan import Plan
 from cuboid.planning.question import Question
 from cuboid.planning.search import search
-from cuboid.planning.without_islands import Other, as_one_job, fastest_alone, unequal_job, without_islands
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.coding import decode, field_types, parse_text, require_known
 from cuboid.spec.groups import Group, Groups
@@ -77,11 +77,11 @@ class IslandsPlan:
     step_seconds: float
     """Of each island's step on average, with all waiting."""
     loss: ExpectedLoss
-    alone: Other | None = None
+    alone: Alternative | None = None
     """The fastest group without the others."""
-    one_job: Other | None = None
+    one_job: Alternative | None = None
     """All groups as one job, its collectives on the slow links."""
-    unequal: Other | None = None
+    unequal: Alternative | None = None
     """… with parts of the batch by the speed of each replica's accelerators, where these differ."""
     one_job_refused: str = ""
     """Why there is none."""
@@ -412,10 +412,10 @@ def _compared(best: IslandsPlan, ask: Ask, global_batch: int) -> IslandsPlan:
     left = [group.name for group in best.groups.groups if group.name not in best.names]
     if left:
         notes.append(f"without {' and '.join(left)}: with it the others are less than {MORE - 1:.0%} faster")
-    if isinstance(alone, Other) and alone.tokens_per_second >= best.tokens_per_second:
+    if isinstance(alone, Alternative) and alone.tokens_per_second >= best.tokens_per_second:
         notes.append(f"{alone.name} alone is as fast: plan for {best.groups.name}.toml:{alone.name}")
     for other in (together, unequal):
-        if isinstance(other, Other) and other.tokens_per_second >= best.tokens_per_second:
+        if isinstance(other, Alternative) and other.tokens_per_second >= best.tokens_per_second:
             notes.append(f"{other.name} over the links is as fast, and learns as one: plan it with --one-job")
     if best.computing < COMPUTING:
         notes.append(f"the links are too slow for islands to compute {COMPUTING:.0%} of the time")
@@ -426,10 +426,10 @@ def _compared(best: IslandsPlan, ask: Ask, global_batch: int) -> IslandsPlan:
                 f"{best.names[number]} needs {held / 2**30:.1f} GiB of CPU memory a node for outer weights and has "
                 f"{room:g}"
             )
-    one = together if isinstance(together, Other) else None
+    one = together if isinstance(together, Alternative) else None
     return replace(
         best,
-        alone=alone if isinstance(alone, Other) else None,
+        alone=alone if isinstance(alone, Alternative) else None,
         one_job=one,
         unequal=unequal,
         one_job_refused="" if one else str(together),

@@ -9,8 +9,8 @@ from dataclasses import replace
 from shlex import quote
 
 from cuboid.errors import UserError
-from cuboid.planning.mixed_file import AGAIN, node_groups, planned_machines, planned_nodes
-from cuboid.planning.mixed_search import mixed_job
+from cuboid.planning.heterogeneous_file import AGAIN, node_groups, planned_machines, planned_nodes
+from cuboid.planning.heterogeneous_search import heterogeneous_job
 from cuboid.planning.question import resized_cluster
 from cuboid.resilience.replan import Choice, Replanner
 from cuboid.spec.cluster import ClusterSpec
@@ -108,7 +108,7 @@ class GroupReplanner:
                 replace(question, cluster=group.cluster)
                 for group, question in zip(groups, machines.questions, strict=False)
             ]
-            job = mixed_job(spec, asked, run.training.global_batch, first=names.index(first))
+            job = heterogeneous_job(spec, asked, run.training.global_batch, first=names.index(first))
             if job is not None:
                 check_supported(replace(run, layout=job.layout))
                 order = [names[group] for group in node_groups(job.layout, job.lines, self._ranks)]

@@ -10,12 +10,12 @@ import pytest
 
 from cuboid.cost.rounds import transfer_seconds
 from cuboid.errors import UserError
+from cuboid.planning.island_alternatives import as_one_job
 from cuboid.planning.island_batches import share, weights_by_speed
 from cuboid.planning.island_file import dump_islands_plan, load_islands_plan
 from cuboid.planning.island_links import Paths, Sent, sent_between
 from cuboid.planning.islands import COMPUTING, IslandsPlan, parse_wanted, plan_islands
 from cuboid.planning.question import Question
-from cuboid.planning.without_islands import as_one_job
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.groups import GBIT, Groups, load_groups
 from cuboid.spec.island_homes import wire_bytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cuboid.errors import UserError
-from cuboid.planning.mixed import Line, Machines, predict_mixed
-from cuboid.planning.mixed_file import mixed_run, planned_lines, planned_machines
+from cuboid.planning.heterogeneous import Line, Machines, predict_job
+from cuboid.planning.heterogeneous_file import job_run, planned_lines, planned_machines
 from cuboid.planning.question import Question
 from cuboid.resilience.replan_groups import GroupReplanner, node_name
 from cuboid.spec.cluster import load_cluster
@@ -25,8 +25,8 @@ def planned(layout: str, line: Line, **kinds: str) -> Run:
     model = load_model("llama3-8b")
     asked = tuple(Question(model=model, cluster=g.cluster, global_batch=128, sequence=4096) for g in groups.groups)
     machines = Machines(groups, asked)
-    job = predict_mixed(machines, Layout.parse(layout), (line,))
-    return mixed_run(machines, job)
+    job = predict_job(machines, Layout.parse(layout), (line,))
+    return job_run(machines, job)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 
 from cuboid.errors import UserError, nearest_numbers, use
 from cuboid.launch.islands import IslandOptions
-from cuboid.planning.mixed_file import planned_nodes
+from cuboid.planning.heterogeneous_file import planned_nodes
 from cuboid.planning.plan import planned_cluster
 from cuboid.resilience.goodput import measured
 from cuboid.resilience.replan import Replanner

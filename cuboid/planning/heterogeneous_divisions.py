@@ -1,4 +1,4 @@
-"""Ways to put groups of accelerators into lines of replicas, and to cut these into stages."""
+"""Ways to divide groups of accelerators into lines of replicas, and lines into stages."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations, product
 from math import gcd
 
-from cuboid.planning.mixed import Line, Machines
+from cuboid.planning.heterogeneous import Line, Machines
 from cuboid.planning.space import divisors
 
 FEW = 4
-"""Groups of which every division into lines is tried."""
+"""Up to so many groups every division is tried."""
 DEEPEST = 64
-"""Pipeline ranks."""
+"""The most pipeline ranks."""
 
 
 def line_sets(machines: Machines) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Ways to put groups into lines, each a tuple of groups in the order of the pipeline; of two groups or more."""
+    """Ways to divide two groups or more into lines, each a tuple of groups in pipeline order."""
     groups = machines.groups.groups
     every = range(len(groups))
     if len(groups) <= FEW:
@@ -63,7 +63,7 @@ def _orders(part: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def cut(chosen: tuple[tuple[int, ...], ...], sizes: dict[int, int], tp: int, layers: int) -> Iterator[tuple[Line, ...]]:
-    """Every depth at which each group has whole stages, and all lines as many."""
+    """Every pp at which each group has whole stages, and all lines have the same number of stages."""
     totals = [sum(sizes[group] for group in line) for line in chosen]
     common = gcd(*totals)
     for pp in divisors(common // tp) if common % tp == 0 else ():

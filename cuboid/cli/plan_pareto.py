@@ -1,4 +1,4 @@
-"""`cuboid plan` with prices: the Pareto front of time and cost, what is chosen of it, and its run file."""
+"""`cuboid plan` with prices or energy: the Pareto front, the chosen option and its run file."""
 
 from __future__ import annotations
 
@@ -9,21 +9,30 @@ from pathlib import Path
 from cuboid.errors import UserError
 from cuboid.planning.choose import plans
 from cuboid.planning.energy import written
-from cuboid.planning.front_picture import svg
 from cuboid.planning.island_file import dump_islands_plan
 from cuboid.planning.islands import Ask, plan_islands
-from cuboid.planning.offers import FAILURES, Measure, Offer, best, fewer, front, offers, part
+from cuboid.planning.pareto import (
+    FAILURES,
+    Measure,
+    TrainingOption,
+    best,
+    cluster_of,
+    front,
+    training_options,
+    with_smaller_parts,
+)
+from cuboid.planning.pareto_picture import svg
 from cuboid.planning.plan import amount, dump_plan
 from cuboid.readers import check_output, write_output
 from cuboid.spec.groups import Groups
 
 SHOWN = 12
-"""Lines of the front in the terminal."""
+"""Rows of the front in the terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What the command line asks of prices."""
+    """The options of the command line."""
 
     objective: str
     tokens: float | None
@@ -34,7 +43,7 @@ class Wanted:
 
     @property
     def measure(self) -> Measure:
-        """What the front weighs against days."""
+        """The axis of the front beside days."""
         return "energy" if self.objective == "energy" else "cost"
 
     def check(self) -> None:
@@ -50,15 +59,15 @@ class Wanted:
                 check_output(path)
 
 
-def answer_offers(groups: Groups, ask: Ask, global_batch: int, wanted: Wanted, as_json: bool) -> None:
+def answer_pareto(groups: Groups, ask: Ask, global_batch: int, wanted: Wanted, as_json: bool) -> None:
     wanted.check()
     tokens = wanted.tokens or 0.0
-    found = offers(groups, ask, global_batch, tokens)
+    found = training_options(groups, ask, global_batch, tokens)
     if wanted.objective == "gpus":
-        found = fewer(groups, ask, global_batch, tokens, found, wanted.budget, wanted.deadline)
+        found = with_smaller_parts(groups, ask, global_batch, tokens, found, wanted.budget, wanted.deadline)
     chosen = best(found, wanted.objective, wanted.budget, wanted.deadline)
     fronted = front(found, wanted.measure)
-    if wanted.picture is not None and not any(offer.of(wanted.measure) for offer in fronted):
+    if wanted.picture is not None and not any(option.of(wanted.measure) for option in fronted):
         raise UserError(f"{groups.name} has no prices to draw; add price or spot_price to its groups")
     if wanted.output is not None:
         write_output(wanted.output, _run_file(groups, ask, global_batch, chosen, tokens))
@@ -66,35 +75,35 @@ def answer_offers(groups: Groups, ask: Ask, global_batch: int, wanted: Wanted, a
         write_output(wanted.picture, svg(found, chosen, f"{amount(tokens)} tokens on {groups.name}", wanted.measure))
     if as_json:
         told = {"objective": wanted.objective, "tokens": tokens, "failures": FAILURES}
-        rows = [as_row(offer) for offer in fronted]
+        rows = [as_row(option) for option in fronted]
         print(json.dumps({**told, "chosen": as_row(chosen), "front": rows, "omitted": groups.omitted()}))
         return
     _show(groups, fronted, chosen, wanted)
 
 
-def _run_file(groups: Groups, ask: Ask, global_batch: int, chosen: Offer, tokens: float) -> str:
+def _run_file(groups: Groups, ask: Ask, global_batch: int, chosen: TrainingOption, tokens: float) -> str:
     if chosen.islands is not None:
         return dump_islands_plan(plan_islands(groups, ask, global_batch, {}), tokens)
-    plan = plans(ask(part(groups, chosen), global_batch), top=1)[0]
+    plan = plans(ask(cluster_of(groups, chosen), global_batch), top=1)[0]
     return dump_plan(replace(plan, train_tokens=tokens))
 
 
-def as_row(offer: Offer) -> dict[str, object]:
-    """An offer as JSON."""
+def as_row(option: TrainingOption) -> dict[str, object]:
+    """An option as JSON."""
     return {
-        "groups": list(offer.groups),
-        "spot": offer.spot,
-        "accelerators": offer.accelerators,
-        "layout": offer.layout,
-        "tokens_per_second": offer.tokens_per_second,
-        "goodput": offer.goodput,
-        "days": offer.days,
-        "cost": offer.cost,
-        "kwh": offer.energy,
+        "groups": list(option.groups),
+        "spot": option.spot,
+        "accelerators": option.accelerators,
+        "layout": option.layout,
+        "tokens_per_second": option.tokens_per_second,
+        "goodput": option.goodput,
+        "days": option.days,
+        "cost": option.cost,
+        "kwh": option.energy,
     }
 
 
-def _show(groups: Groups, fronted: list[Offer], chosen: Offer, wanted: Wanted) -> None:
+def _show(groups: Groups, fronted: list[TrainingOption], chosen: TrainingOption, wanted: Wanted) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -110,13 +119,13 @@ def _show(groups: Groups, fronted: list[Offer], chosen: Offer, wanted: Wanted) -
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("on", style="bold", overflow="fold")
     step = max(1, -(-len(fronted) // SHOWN))
-    shown = [offer for place, offer in enumerate(fronted) if place % step == 0 or offer == chosen]
-    for offer in shown if chosen in shown else [chosen, *shown]:
-        cost = "–" if offer.cost is None else f"{offer.cost:,.0f}" if offer.cost >= 100 else f"{offer.cost:.3g}"
-        mark = "→" if offer == chosen else ""
-        energy = "–" if offer.energy is None else written(offer.energy)
-        cells = (f"{offer.days:.3g}", cost, energy, str(offer.accelerators), f"{offer.goodput:.1%}")
-        table.add_row(mark, *cells, offer.name)
+    shown = [option for place, option in enumerate(fronted) if place % step == 0 or option == chosen]
+    for option in shown if chosen in shown else [chosen, *shown]:
+        cost = "–" if option.cost is None else f"{option.cost:,.0f}" if option.cost >= 100 else f"{option.cost:.3g}"
+        mark = "→" if option == chosen else ""
+        energy = "–" if option.energy is None else written(option.energy)
+        cells = (f"{option.days:.3g}", cost, energy, str(option.accelerators), f"{option.goodput:.1%}")
+        table.add_row(mark, *cells, option.name)
     console.print(table)
     limits = [f"budget {wanted.budget:g}"] if wanted.budget is not None else []
     limits += [f"deadline {wanted.deadline:g} days"] if wanted.deadline is not None else []

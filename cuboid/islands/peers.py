@@ -18,7 +18,7 @@ AT_ONCE = 16
 """Homes of other islands that are asked at once, at most."""
 
 
-class Others:
+class Peers:
     """As this rank knows them."""
 
     def __init__(self, run: Run, number: int, rank: int, secret: bytes, counts: Counts) -> None:

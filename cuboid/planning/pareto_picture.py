@@ -1,5 +1,4 @@
-"""What a training costs, or the energy it takes, over its days, as an SVG picture: all offers, their Pareto front, the
-chosen one."""
+"""Cost or energy of a training over its days, as an SVG picture: all options, the Pareto front and the chosen one."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import math
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from cuboid.planning.offers import Measure, Offer, front
+from cuboid.planning.pareto import Measure, TrainingOption, front
 from cuboid.planning.picture import GRID, INK, text_at
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 960, 520, 84, 64, 24, 60
@@ -16,16 +15,16 @@ MOST_NAMES = 8
 """Names beside points of the front, at most: more would hide each other."""
 
 
-def svg(offers: Sequence[Offer], chosen: Offer, title: str, measure: Measure = "cost") -> str:
+def svg(options: Sequence[TrainingOption], chosen: TrainingOption, title: str, measure: Measure = "cost") -> str:
     """Both axes are logarithmic."""
-    priced = [offer for offer in offers if offer.of(measure)]
-    days, costs = [offer.days for offer in priced], [offer.of(measure) for offer in priced]
+    priced = [option for option in options if option.of(measure)]
+    days, costs = [option.days for option in priced], [option.of(measure) for option in priced]
 
     def along(value: float, low: float, high: float) -> float:
         return math.log(value / low) / math.log(high / low) if high > low else 0.5
 
-    def place(offer: Offer) -> tuple[float, float]:
-        across, up = along(offer.days, min(days), max(days)), along(offer.of(measure), min(costs), max(costs))
+    def place(option: TrainingOption) -> tuple[float, float]:
+        across, up = along(option.days, min(days), max(days)), along(option.of(measure), min(costs), max(costs))
         return LEFT + across * (WIDTH - LEFT - RIGHT - 150), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
     best = front(priced, measure)
@@ -44,15 +43,15 @@ def svg(offers: Sequence[Offer], chosen: Offer, title: str, measure: Measure = "
     for tick in _ticks(costs):
         y = HEIGHT - BOTTOM - along(tick, min(costs), max(costs)) * (HEIGHT - TOP - BOTTOM)
         parts.append(text_at(LEFT - 8, y + 4, f"{tick:,.0f}", 10, anchor="end"))
-    parts += [_dot(place(offer), offer, OTHER, 3, measure) for offer in priced if offer not in best]
+    parts += [_dot(place(option), option, OTHER, 3, measure) for option in priced if option not in best]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, best))
     parts.append(f'<polyline points="{line}" fill="none" stroke="{FRONT}" stroke-width="1.5"/>')
     every = max(1, math.ceil(len(best) / MOST_NAMES))
-    for number, offer in enumerate(best):
-        x, y = place(offer)
-        parts.append(_dot((x, y), offer, FRONT, 4, measure))
+    for number, option in enumerate(best):
+        x, y = place(option)
+        parts.append(_dot((x, y), option, FRONT, 4, measure))
         if number % every == 0:
-            parts.append(text_at(x + 8, y - 6, f"{offer.accelerators} × {offer.name}", 10, fill=INK))
+            parts.append(text_at(x + 8, y - 6, f"{option.accelerators} × {option.name}", 10, fill=INK))
     if chosen.of(measure):
         parts.append(_dot(place(chosen), chosen, CHOSEN, 6, measure))
     return "\n".join([*parts, "</svg>", ""])
@@ -65,9 +64,10 @@ def _ticks(values: Sequence[float]) -> list[float]:
     return [tick for tick in some if min(values) <= tick <= max(values)]
 
 
-def _dot(place: tuple[float, float], offer: Offer, fill: str, radius: int, measure: Measure) -> str:
+def _dot(place: tuple[float, float], option: TrainingOption, fill: str, radius: int, measure: Measure) -> str:
     unit = " kWh" if measure == "energy" else ""
-    tip = f"{offer.accelerators} × {offer.name}: {offer.days:.3g} days, {offer.of(measure):,.0f}{unit}, {offer.layout}"
+    where, amount = f"{option.accelerators} × {option.name}", f"{option.of(measure):,.0f}{unit}"
+    tip = f"{where}: {option.days:.3g} days, {amount}, {option.layout}"
     return (
         f'<circle cx="{place[0]:.1f}" cy="{place[1]:.1f}" r="{radius}" fill="{fill}"><title>{escape(tip)}</title>'
         "</circle>"

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 from cuboid.errors import UserError, either
 from cuboid.planning.choose import fastest
 from cuboid.planning.energy import kilowatt_hours, sentence
-from cuboid.planning.mixed import Machines, MixedJob, PipelineRank, line_timeline, predict_mixed
-from cuboid.planning.mixed_file import (
-    dump_mixed_plan,
-    load_mixed_plan,
-    mixed_run,
+from cuboid.planning.heterogeneous import HeterogeneousJob, Machines, PipelineRank, line_timeline, predict_job
+from cuboid.planning.heterogeneous_file import (
+    dump_job_plan,
+    job_run,
+    load_job_plan,
     node_groups,
     node_size,
     start_lines,
 )
-from cuboid.planning.mixed_search import TRIED, mixed_job
+from cuboid.planning.heterogeneous_search import TRIED, heterogeneous_job
 from cuboid.planning.picture import chrome_trace, svg
 from cuboid.planning.plan import GIB, amount
 from cuboid.readers import check_output, write_output
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Found:
     machines: Machines
-    job: MixedJob
+    job: HeterogeneousJob
     alone: tuple[tuple[str, float], ...]
     """The fastest group by itself, with its tokens a second; nothing where none fits the model."""
 
@@ -67,7 +67,7 @@ def plan_one_job(groups: Groups, ask: Ask, global_batch: int) -> Found:
         if value not in TRIED.get(name, (value,)):
             near = either(f"{name}={other}" for other in TRIED[name])
             raise UserError(f"{name}={value} is not tried for one job over several groups; use {near}")
-    job = mixed_job(groups, questions, global_batch)
+    job = heterogeneous_job(groups, questions, global_batch)
     if job is None:
         raise UserError(
             f"no job over {' and '.join(group.name for group in groups.groups)} fits {questions[0].model.name} with "
@@ -86,7 +86,7 @@ def plan_one_job(groups: Groups, ask: Ask, global_batch: int) -> Found:
 def answer(found: Found, output: Path | None, tokens: float | None, as_json: bool) -> None:
     """What was found, and the run file."""
     if output is not None:
-        write_output(output, dump_mixed_plan(found.machines, found.job, tokens or 0.0))
+        write_output(output, dump_job_plan(found.machines, found.job, tokens or 0.0))
     if as_json:
         more = {"days": found.days(tokens), "kwh": found.energy(tokens)} if tokens else {}
         print(json.dumps(table_of(found.machines, found.job) | {"alone": dict(found.alone)} | more))
@@ -104,11 +104,11 @@ def answer(found: Found, output: Path | None, tokens: float | None, as_json: boo
         console.print(f"! {note}", style="yellow", markup=False)
     if output is not None:
         console.print(f"written: {output} (cuboid explain, simulate and map read it); start it with")
-        for line in start_lines(mixed_run(found.machines, found.job), str(output)):
+        for line in start_lines(job_run(found.machines, found.job), str(output)):
             console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
-def table_of(machines: Machines, job: MixedJob) -> dict[str, object]:
+def table_of(machines: Machines, job: HeterogeneousJob) -> dict[str, object]:
     """As JSON."""
     names = machines.names
     return {
@@ -130,7 +130,7 @@ def table_of(machines: Machines, job: MixedJob) -> dict[str, object]:
     }
 
 
-def show(console: Console, machines: Machines, job: MixedJob) -> None:
+def show(console: Console, machines: Machines, job: HeterogeneousJob) -> None:
     """Which stage of which replicas sits on which kind, with its layers, seconds and memory; and why."""
     from rich.table import Table
 
@@ -173,7 +173,7 @@ def show(console: Console, machines: Machines, job: MixedJob) -> None:
         )
 
 
-def reasons(machines: Machines, job: MixedJob) -> list[str]:
+def reasons(machines: Machines, job: HeterogeneousJob) -> list[str]:
     """Why it is what it is, with numbers."""
     layout, found = job.layout, []
     rate = job.tokens_per_second
@@ -207,15 +207,15 @@ def reasons(machines: Machines, job: MixedJob) -> list[str]:
     return found
 
 
-def equal_job(machines: Machines, job: MixedJob) -> MixedJob | None:
+def equal_job(machines: Machines, job: HeterogeneousJob) -> HeterogeneousJob | None:
     """The same without unequal layers, batches and shards; None where there are none, or the batch does not divide."""
     equal = job.layout.changed(layers=(), batch_weights=(), shard_weights=())
     if equal == job.layout or machines.first.global_batch % equal.batch_unit:
         return None
-    return predict_mixed(machines, equal, job.lines)
+    return predict_job(machines, equal, job.lines)
 
 
-def _starts(job: MixedJob) -> list[int]:
+def _starts(job: HeterogeneousJob) -> list[int]:
     """The first replica of each line."""
     found = [0]
     for line in job.lines:
@@ -238,14 +238,14 @@ def _merged(pipeline_ranks: tuple[PipelineRank, ...]) -> list[tuple[tuple[int, s
 # Of a plan file.
 
 
-def mixed_of(
+def job_in_plan(
     plan: str, cluster: str | None, layout: str | None = None, **others: object
-) -> tuple[Machines, MixedJob] | None:
+) -> tuple[Machines, HeterogeneousJob] | None:
     """One job over several groups, where a plan file has one; `layout`: in place of its own, on the same lines.
     `others`: options that are not for it."""
     if cluster is not None or not plan.endswith(".toml"):
         return None
-    found = load_mixed_plan(plan)
+    found = load_job_plan(plan)
     if found is None:
         return None
     for name, value in others.items():
@@ -262,10 +262,10 @@ def mixed_of(
     from cuboid.spec.fitting import check
 
     check(other, machines.first.model, global_batch=machines.first.global_batch, sequence=machines.first.sequence)
-    return machines, predict_mixed(machines, other, job.lines)
+    return machines, predict_job(machines, other, job.lines)
 
 
-def explain_mixed(found: tuple[Machines, MixedJob], in_json: bool) -> None:
+def explain_job(found: tuple[Machines, HeterogeneousJob], in_json: bool) -> None:
     machines, job = found
     if in_json:
         print(json.dumps(table_of(machines, job)))
@@ -275,8 +275,8 @@ def explain_mixed(found: tuple[Machines, MixedJob], in_json: bool) -> None:
     show(Console(highlight=False), machines, job)
 
 
-def simulate_mixed(
-    found: tuple[Machines, MixedJob],
+def simulate_job(
+    found: tuple[Machines, HeterogeneousJob],
     micro_batches: int | None,
     width: int,
     in_json: bool,
@@ -316,7 +316,7 @@ def simulate_mixed(
             print(f"{what}: {written}")
 
 
-def map_mixed(found: tuple[Machines, MixedJob], in_json: bool) -> None:
+def map_job(found: tuple[Machines, HeterogeneousJob], in_json: bool) -> None:
     """Which node of which group has which ranks."""
     machines, job = found
     size, names = node_size(machines), machines.names

@@ -8,8 +8,9 @@ from itertools import permutations
 import pytest
 
 from cuboid.planning.choose import predict
-from cuboid.planning.mixed import Line, Machines, predict_mixed
-from cuboid.planning.mixed_search import mixed_job, share_out
+from cuboid.planning.heterogeneous import Line, Machines, predict_job
+from cuboid.planning.heterogeneous_batches import share_out
+from cuboid.planning.heterogeneous_search import heterogeneous_job
 from cuboid.planning.question import Question
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.fitting import check
@@ -39,7 +40,7 @@ def questions(groups: Groups, global_batch: int, **fixed: object) -> list[Questi
 
 def test_faster_replicas_take_more() -> None:
     groups = lab("h100x16", "a100x32")
-    found = mixed_job(groups, questions(groups, 576, pp=1), 576)
+    found = heterogeneous_job(groups, questions(groups, 576, pp=1), 576)
     assert found is not None
     layout = found.layout
     assert layout.world_size == 48
@@ -60,7 +61,7 @@ def test_faster_replicas_take_more() -> None:
 
 def test_equal_kinds_take_equal_parts() -> None:
     groups = lab("h100x8", "h100x16")
-    found = mixed_job(groups, questions(groups, 96), 96)
+    found = heterogeneous_job(groups, questions(groups, 96), 96)
     assert found is not None
     assert found.layout.batch_weights == ()
     assert found.waiting < 0.05
@@ -68,31 +69,29 @@ def test_equal_kinds_take_equal_parts() -> None:
 
 def test_a_slow_link_costs_time_and_what_is_decided_stays() -> None:
     fast, slow = (
-        mixed_job(lab("h100x8", "a100x8", gbit=gbit), questions(lab("h100x8", "a100x8"), 144), 144)
+        heterogeneous_job(lab("h100x8", "a100x8", gbit=gbit), questions(lab("h100x8", "a100x8"), 144), 144)
         for gbit in (3200, 10)
     )
     assert fast is not None and slow is not None
     assert slow.step_seconds > 2 * fast.step_seconds
     assert slow.layout.pp > 1, "a pipeline sends least over the link"
     groups = lab("h100x8", "a100x8")
-    replicas = mixed_job(groups, questions(groups, 144, pp=1), 144)
+    replicas = heterogeneous_job(groups, questions(groups, 144, pp=1), 144)
     narrow = lab("h100x8", "a100x8", gbit=10)
-    over_narrow = mixed_job(narrow, questions(narrow, 144, pp=1), 144)
+    over_narrow = heterogeneous_job(narrow, questions(narrow, 144, pp=1), 144)
     assert replicas is not None and over_narrow is not None
     assert over_narrow.crossing > replicas.crossing + 2
-    decided = mixed_job(groups, questions(groups, 144, tp=2, recompute="full"), 144)
+    decided = heterogeneous_job(groups, questions(groups, 144, tp=2, recompute="full"), 144)
     assert decided is not None
     assert (decided.layout.tp, decided.layout.recompute) == (2, "full")
-    split = mixed_job(groups, questions(groups, 144, zero=3), 144)
+    split = heterogeneous_job(groups, questions(groups, 144, zero=3), 144)
     assert split is not None and split.layout.zero == 3 and split.fits
 
 
 def test_a_full_link_takes_as_long_whatever_the_micro_batches() -> None:
     groups = lab("h100x8", "a100x8", gbit=1)
     machines, layout = Machines(groups, tuple(questions(groups, 128))), Layout.parse("dp=8,pp=2,zero=1,schedule=gpipe")
-    spans = [
-        predict_mixed(machines, layout.changed(micro_batch=size), (Line((0, 1), 8),)).spans[0] for size in (1, 2, 4)
-    ]
+    spans = [predict_job(machines, layout.changed(micro_batch=size), (Line((0, 1), 8),)).spans[0] for size in (1, 2, 4)]
     full = 128 * 4096 * MODEL.hidden * 2 / (1e9 / 8)
     assert min(spans) >= full
 
@@ -101,7 +100,7 @@ def test_replicas_of_one_line_may_have_other_weights() -> None:
     groups = lab("h100x8", "a100x8")
     machines = Machines(groups, tuple(questions(groups, 128)))
     first, last, equal = (
-        predict_mixed(machines, Layout.parse(f"dp=8,pp=2{weights}"), (Line((0, 1), 8),))
+        predict_job(machines, Layout.parse(f"dp=8,pp=2{weights}"), (Line((0, 1), 8),))
         for weights in (",batch_weights=3x4:1x4", ",batch_weights=1x4:3x4", "")
     )
     assert [line.replicas for line in first.lines] == [4, 4] and equal.lines == (Line((0, 1), 8),)
@@ -112,7 +111,7 @@ def test_stages_go_to_kinds_by_their_speed() -> None:
     """No layer moved from one stage to another makes the step shorter, whatever the kinds hold besides."""
     groups = lab("h100x8", "a100x8")
     asked = [replace(each, model=load_model("llama3-8b")) for each in questions(groups, 96, schedule="1f1b", pp=2)]
-    found = mixed_job(groups, asked, 96)
+    found = heterogeneous_job(groups, asked, 96)
     assert found is not None and found.fits
     layout, machines = found.layout, Machines(groups, tuple(asked))
     assert layout.pp > 1 and sum(layout.layers) == 32
@@ -123,7 +122,7 @@ def test_stages_go_to_kinds_by_their_speed() -> None:
         if layout.layers[source] > 1:
             moved = list(layout.layers)
             moved[source], moved[target] = moved[source] - 1, moved[target] + 1
-            other = predict_mixed(machines, layout.changed(layers=tuple(moved)), found.lines)
+            other = predict_job(machines, layout.changed(layers=tuple(moved)), found.lines)
             assert other.step_seconds >= 0.99 * found.step_seconds or not other.fits
 
 
@@ -135,7 +134,7 @@ def test_memory_of_a_kind_bounds_its_stages() -> None:
     asked = [
         replace(each, model=load_model("llama3-8b")) for each in questions(groups, 96, pp=2, tp=1, recompute="none")
     ]
-    found = mixed_job(groups, asked, 96)
+    found = heterogeneous_job(groups, asked, 96)
     assert found is not None and found.fits
     held = {here.group: here for here in found.pipeline_ranks}
     assert held["h100x8"].memory <= 0.95 * 40 * 2**30 < held["a100x8"].memory
@@ -147,14 +146,14 @@ def test_shards_go_by_the_memory_that_is_left() -> None:
     groups = lab("h100x8", "a100x8")
     fixed = {"pp": 1, "tp": 1, "zero": 1, "recompute": "full", "micro_batch": 1}
     asked = [replace(each, model=load_model("llama3-8b"), fixed=fixed) for each in questions(groups, 96)]
-    found = mixed_job(groups, asked, 96)
+    found = heterogeneous_job(groups, asked, 96)
     assert found is not None and found.fits and not found.layout.shard_weights
     first, last = (here.memory for here in found.pipeline_ranks)
     assert first == pytest.approx(last, rel=0.05)
     enough = replace(groups.groups[0].cluster, memory_gib=(first / 2**30 - 2) / 0.95)
     smaller = replace(groups, groups=(replace(groups.groups[0], cluster=enough), groups.groups[1]))
     asked = [replace(each, cluster=group.cluster) for each, group in zip(asked, smaller.groups, strict=True)]
-    found = mixed_job(smaller, asked, 96)
+    found = heterogeneous_job(smaller, asked, 96)
     assert found is not None and found.fits
     assert found.layout.shard_weights[0] < found.layout.shard_weights[-1], "less on the small kind"
 
@@ -174,10 +173,10 @@ def test_lines_mix_pipelines_and_replicas() -> None:
         links=tuple(SiteLink(between=pair, bandwidth_gbit=gbit, latency_ms=5.0) for pair, gbit in links),
     )
     asked = questions(groups, 384, dp=16, pp=2)
-    found = mixed_job(groups, asked, 384)
+    found = heterogeneous_job(groups, asked, 384)
     assert found is not None and found.fits
     layout = Layout.parse("dp=16,pp=2,zero=1,layers=5:11")
-    both = predict_mixed(Machines(groups, tuple(asked)), layout, (Line((1, 0), 8), Line((3, 2), 8)))
+    both = predict_job(Machines(groups, tuple(asked)), layout, (Line((1, 0), 8), Line((3, 2), 8)))
     held = MODEL.parameters + MODEL.vocab * MODEL.hidden  # the first stage and the last have the tied table
     assert both.crossing == pytest.approx(6 * held * 15 / 16 / (100e9 / 8) + 0.01, rel=0.01)
     assert both.waiting == 0
@@ -203,4 +202,4 @@ def test_what_fits_no_kind_is_none() -> None:
         groups,
         groups=(replace(groups.groups[0], cluster=replace(groups.groups[0].cluster, memory_gib=1.0)), groups.groups[1]),
     )
-    assert mixed_job(small, questions(small, 144), 144) is None
+    assert heterogeneous_job(small, questions(small, 144), 144) is None

@@ -1,14 +1,14 @@
-"""One job over several groups in a run file that `cuboid train` takes as it is.
+"""The run file of one job over several groups, which `cuboid train` takes unchanged.
 
 layout = "dp=8,pp=2,zero=1,layers=9:23"
-[plan]                                # seconds of a step, what sits where
+[plan]                                # step time, and which ranks are in which group
 ranks_per_node = 8
 [[plan.nodes]]                        # in the order of their ranks
 group = "old"
 nodes = 1
 [[plan.lines]]                        # replicas, and the group of each of their pipeline ranks
 [[plan.pipeline_ranks]]               # each pipeline rank of each line: layers, seconds, memory
-[[plan.groups]]                       # what the cluster file said"""
+[[plan.groups]]                       # from the cluster file"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shlex import quote
 from typing import Any
 
 from cuboid.errors import UserError
-from cuboid.planning.mixed import Line, Machines, MixedJob, predict_mixed, rank_groups
+from cuboid.planning.heterogeneous import HeterogeneousJob, Line, Machines, predict_job, rank_groups
 from cuboid.planning.plan import GIB, make_plan, to_choose
 from cuboid.planning.question import Question
 from cuboid.planning.refine import Refined
@@ -44,7 +44,7 @@ def plans_one_job(run_table: Mapping[str, object]) -> bool:
 
 
 def node_size(machines: Machines) -> int:
-    """Ranks of a node: as many as the smallest has, or a part that all have."""
+    """Ranks of a node: the greatest common divisor of the accelerators per node of all groups."""
     return gcd(*(question.cluster.accelerators_per_node for question in machines.questions))
 
 
@@ -53,9 +53,9 @@ def node_groups(layout: Layout, lines: Sequence[Line], size: int) -> list[int]:
     return rank_groups(lines, layout)[::size]
 
 
-def dump_mixed_plan(machines: Machines, job: MixedJob, train_tokens: float = 0.0) -> str:
-    """The run file, headed by what the planner did not choose."""
-    run = mixed_run(machines, job)
+def dump_job_plan(machines: Machines, job: HeterogeneousJob, train_tokens: float = 0.0) -> str:
+    """The run file. Its first lines name what the user still has to choose."""
+    run = job_run(machines, job)
     if train_tokens:
         run = replace(run, training=replace(run.training, steps=ceil(train_tokens / job.tokens)))
     lines = [*to_choose(run), *start_lines(run, "THIS")]
@@ -63,7 +63,7 @@ def dump_mixed_plan(machines: Machines, job: MixedJob, train_tokens: float = 0.0
 
 
 def start_lines(run: Run, file: str) -> list[str]:
-    """How its nodes are started."""
+    """The commands that start its nodes."""
     nodes = planned_nodes(run)
     assert nodes is not None
     place = f"--nodes {len(nodes)} --rendezvous HOST:29400"
@@ -82,7 +82,7 @@ def start_lines(run: Run, file: str) -> list[str]:
     ] + several
 
 
-def mixed_run(machines: Machines, job: MixedJob) -> Run:
+def job_run(machines: Machines, job: HeterogeneousJob) -> Run:
     question = machines.first
     layers = held(question.model, job.layout, question.sequence).counts
     parts = {"compute": job.step_seconds}
@@ -90,7 +90,7 @@ def mixed_run(machines: Machines, job: MixedJob) -> Run:
     return make_plan(question, refined, 0.0).run_with(_table(machines, job))
 
 
-def _table(machines: Machines, job: MixedJob) -> dict[str, object]:
+def _table(machines: Machines, job: HeterogeneousJob) -> dict[str, object]:
     names, size = machines.names, node_size(machines)
     order = [names[group] for group in node_groups(job.layout, job.lines, size)]
     pipeline_ranks = []
@@ -138,7 +138,7 @@ def planned_nodes(run: Run) -> list[str] | None:
 
 
 def planned_machines(run: Run) -> Machines:
-    """What the run was planned for."""
+    """The groups that the run was planned for."""
     table = run.plan
     groups = []
     for row in _rows(table, "groups"):
@@ -183,13 +183,14 @@ def planned_lines(run: Run, machines: Machines) -> tuple[Line, ...]:
     return tuple(found)
 
 
-def load_mixed_plan(path: str | Path) -> tuple[Machines, MixedJob] | None:
-    """The plan in a run file, predicted anew; None where it is another kind of plan."""
+def load_job_plan(path: str | Path) -> tuple[Machines, HeterogeneousJob] | None:
+    """The plan in a run file, with its prediction computed once more; None where it is no plan of one job over
+    groups."""
     if not plans_one_job(dict(read_toml(path))):
         return None
     run = load_run(path)
     machines = planned_machines(run)
-    return machines, predict_mixed(machines, run.layout, planned_lines(run, machines))
+    return machines, predict_job(machines, run.layout, planned_lines(run, machines))
 
 
 def _rows(table: Mapping[str, Any], key: str) -> list[dict[str, object]]:

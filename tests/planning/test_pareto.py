@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from cuboid.cost.goodput import PUBLISHED, Costs, recommend
 from cuboid.errors import UserError
 from cuboid.planning.choose import each_size, resized_search
-from cuboid.planning.front_picture import svg
 from cuboid.planning.islands import COMPUTING
-from cuboid.planning.offers import Offer, best, fewer, front, offers, part
+from cuboid.planning.pareto import TrainingOption, best, cluster_of, front, training_options, with_smaller_parts
+from cuboid.planning.pareto_picture import svg
 from cuboid.planning.question import Question, every_size, resized, sizes
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.groups import Group, Groups, SiteLink
@@ -43,63 +43,65 @@ def groups(*members: Group, gbit: float = 10) -> Groups:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Offer]:
+def found() -> list[TrainingOption]:
     spot = group("here", "h100x16", 2.5, spot_price=1.0, life_hours=10)
-    return offers(groups(spot, group("there", "a100x8", 1.4)), ask, 64, TOKENS)
+    return training_options(groups(spot, group("there", "a100x8", 1.4)), ask, 64, TOKENS)
 
 
-def test_days_and_cost_by_hand(found: list[Offer]) -> None:
-    one = next(offer for offer in found if offer.groups == ("here",) and offer.accelerators == 16 and not offer.spot)
+def test_days_and_cost_by_hand(found: list[TrainingOption]) -> None:
+    one = next(
+        option for option in found if option.groups == ("here",) and option.accelerators == 16 and not option.spot
+    )
     assert one.goodput == recommend(PUBLISHED["rsc"].seconds(16), Costs()).fraction
     assert one.days == pytest.approx(TOKENS / one.tokens_per_second / one.goodput / 86400)
     assert one.cost == pytest.approx(one.days * 24 * 16 * 2.5)
-    spot = next(offer for offer in found if offer.groups == ("here",) and offer.accelerators == 16 and offer.spot)
+    spot = next(option for option in found if option.groups == ("here",) and option.accelerators == 16 and option.spot)
     assert spot.goodput < one.goodput
     assert spot.cost is not None and one.cost is not None and spot.cost < one.cost
-    islands = [offer for offer in found if offer.islands is not None]
-    assert {offer.groups for offer in islands} == {("here", "there")}
+    islands = [option for option in found if option.islands is not None]
+    assert {option.groups for option in islands} == {("here", "there")}
 
 
-def test_the_front_is_what_nothing_beats(found: list[Offer]) -> None:
+def test_the_front_is_what_nothing_beats(found: list[TrainingOption]) -> None:
     kept = front(found)
-    for offer in found:
+    for option in found:
         beaten = [
             other
             for other in found
-            if other.days <= offer.days
-            and (other.cost or 0) <= (offer.cost or 0)
-            and (other.days, other.cost) != (offer.days, offer.cost)
+            if other.days <= option.days
+            and (other.cost or 0) <= (option.cost or 0)
+            and (other.days, other.cost) != (option.days, option.cost)
         ]
-        equal = [each for each in kept if (each.days, each.cost) == (offer.days, offer.cost)]
+        equal = [each for each in kept if (each.days, each.cost) == (option.days, option.cost)]
         assert bool(equal) != bool(beaten)
     for faster, slower in pairwise(kept):
         assert faster.days < slower.days and (faster.cost or 0) > (slower.cost or 0)
 
 
-def test_each_objective_within_its_limits(found: list[Offer]) -> None:
+def test_each_objective_within_its_limits(found: list[TrainingOption]) -> None:
     fastest, cheapest = best(found, "time", None, None), best(found, "cost", None, None)
-    assert fastest.days == min(offer.days for offer in found)
-    assert cheapest.cost == min(offer.cost or 0 for offer in found)
+    assert fastest.days == min(option.days for option in found)
+    assert cheapest.cost == min(option.cost or 0 for option in found)
     middle = (fastest.days * cheapest.days) ** 0.5
     in_time = best(found, "cost", None, middle)
     assert in_time.days <= middle
-    assert in_time.cost == min(offer.cost or 0 for offer in found if offer.days <= middle)
+    assert in_time.cost == min(option.cost or 0 for option in found if option.days <= middle)
     fewest = best(found, "gpus", None, middle)
-    assert fewest.accelerators == min(offer.accelerators for offer in found if offer.days <= middle)
+    assert fewest.accelerators == min(option.accelerators for option in found if option.days <= middle)
     paid = best(found, "time", 1.1 * (cheapest.cost or 0), None)
-    assert paid.days == min(offer.days for offer in found if (offer.cost or 0) <= 1.1 * (cheapest.cost or 0))
+    assert paid.days == min(option.days for option in found if (option.cost or 0) <= 1.1 * (cheapest.cost or 0))
 
 
-def test_energy_by_hand_and_the_least_of_it(found: list[Offer]) -> None:
-    whole = next(offer for offer in found if offer.groups == ("here",) and offer.accelerators == 16)
+def test_energy_by_hand_and_the_least_of_it(found: list[TrainingOption]) -> None:
+    whole = next(option for option in found if option.groups == ("here",) and option.accelerators == 16)
     assert whole.energy == pytest.approx(whole.days * 24 * 16 * 0.7)
-    islands = next(offer for offer in found if offer.islands is not None)
+    islands = next(option for option in found if option.islands is not None)
     assert islands.energy == pytest.approx(islands.days * 24 * (16 * 0.7 + 8 * 0.4))
     least = best(found, "energy", None, None)
-    assert least.energy == min(offer.energy or 0 for offer in found)
+    assert least.energy == min(option.energy or 0 for option in found)
     middle = (found[0].days * least.days) ** 0.5
     in_time = best(found, "energy", None, middle)
-    assert in_time.energy == min(offer.energy or 0 for offer in found if offer.days <= middle)
+    assert in_time.energy == min(option.energy or 0 for option in found if option.days <= middle)
     assert front(found, "energy")[-1].energy == least.energy
     picture = ElementTree.fromstring(svg(found, least, "energy", "energy"))
     tips = [element.text or "" for element in picture.iter("{http://www.w3.org/2000/svg}title")]
@@ -118,19 +120,19 @@ def test_no_other_objective_takes_less_energy(kinds: list[str], watts: list[floa
         given = group(f"g{place}", kind, float(place))
         power = given.cluster.watts if own is None else own
         members.append(replace(given, cluster=replace(given.cluster, watts=power)))
-    offered = offers(groups(*members), ask, batch, TOKENS)
+    options = training_options(groups(*members), ask, batch, TOKENS)
     if all(member.cluster.watts == 0 for member in members):
         with pytest.raises(UserError, match="objective=energy needs the board power"):
-            best(offered, "energy", None, None)
+            best(options, "energy", None, None)
         return
-    least = best(offered, "energy", None, None).energy
+    least = best(options, "energy", None, None).energy
     assert least is not None
     for objective in ("time", "cost", "gpus"):
-        other = best(offered, objective, None, None).energy
+        other = best(options, objective, None, None).energy
         assert other is None or least <= other
 
 
-def test_what_cannot_be_met_is_refused_with_what_would_be_enough(found: list[Offer]) -> None:
+def test_what_cannot_be_met_is_refused_with_what_would_be_enough(found: list[TrainingOption]) -> None:
     fastest, cheapest = best(found, "time", None, None), best(found, "cost", None, None)
     with pytest.raises(UserError, match="is too short") as refused:
         best(found, "cost", None, fastest.days / 2)
@@ -140,7 +142,7 @@ def test_what_cannot_be_met_is_refused_with_what_would_be_enough(found: list[Off
         best(found, "time", (cheapest.cost or 0) / 2, None)
     enough = float(str(refused.value).split("use budget=")[1].split()[0])
     assert (best(found, "time", enough, None).cost or 0) <= enough
-    free = offers(groups(group("free", "a100x8", None)), ask, 64, TOKENS)
+    free = training_options(groups(group("free", "a100x8", None)), ask, 64, TOKENS)
     with pytest.raises(UserError, match="needs a price"):
         best(free, "cost", None, None)
     assert best(free, "gpus", None, 1e9).accelerators == 1
@@ -159,9 +161,9 @@ def test_parts_searched_together_have_the_best_of_each(kind: str, batch: int, me
 
 def test_no_smaller_part_of_a_large_group_is_in_time() -> None:
     mine = groups(group("large", "h100x112"))
-    found = offers(mine, ask, 96, TOKENS)
-    deadline = 1.02 * max(offer.days for offer in found if offer.accelerators >= 48)
-    chosen = best(fewer(mine, ask, 96, TOKENS, found, None, deadline), "gpus", None, deadline)
+    found = training_options(mine, ask, 96, TOKENS)
+    deadline = 1.02 * max(option.days for option in found if option.accelerators >= 48)
+    chosen = best(with_smaller_parts(mine, ask, 96, TOKENS, found, None, deadline), "gpus", None, deadline)
     question = ask(mine.groups[0].cluster, 96)
     steps = TOKENS / (96 * 512)
     enough = [
@@ -172,13 +174,13 @@ def test_no_smaller_part_of_a_large_group_is_in_time() -> None:
     assert chosen.accelerators == min(enough)
 
 
-def test_the_part_that_is_taken(found: list[Offer]) -> None:
+def test_the_part_that_is_taken(found: list[TrainingOption]) -> None:
     mine = groups(group("here", "h100x16"))
-    some = next(offer for offer in found if offer.groups == ("here",) and offer.accelerators == 8)
-    assert part(mine, some).accelerators == 8
+    some = next(option for option in found if option.groups == ("here",) and option.accelerators == 8)
+    assert cluster_of(mine, some).accelerators == 8
 
 
-def test_the_picture_has_every_offer(found: list[Offer]) -> None:
+def test_the_picture_has_every_option(found: list[TrainingOption]) -> None:
     root = ElementTree.fromstring(svg(found, best(found, "cost", None, None), "llama & <co>"))
     circles = list(root.iter("{http://www.w3.org/2000/svg}circle"))
     assert len(circles) == len(found) + 1
@@ -199,10 +201,10 @@ def test_more_is_never_worse(kind: str, nodes: int, memory: float, batch: int, m
     def of(cluster: ClusterSpec, gbit: float, *others: Group) -> tuple[float, float]:
         own = Group(name="mine", cluster=replace(cluster, name="mine"), price=1.0)
         try:
-            found = offers(groups(own, *others, gbit=gbit), ask_all, batch, TOKENS)
+            found = training_options(groups(own, *others, gbit=gbit), ask_all, batch, TOKENS)
         except UserError:
             return float("inf"), float("inf")
-        return min(offer.days for offer in found), min(offer.cost or 0.0 for offer in found)
+        return min(option.days for option in found), min(option.cost or 0.0 for option in found)
 
     def ask_all(cluster: ClusterSpec, global_batch: int) -> Question:
         precision = "bf16" if "bf16" in cluster.peak_tflops else "fp16"

@@ -1,11 +1,10 @@
-"""Which lines of replicas, and which layout, one job over groups of different accelerators should have.
+"""The search for the fastest job over groups of different accelerators: which lines of replicas, and which layout.
 
-Tried are data parallelism across groups (every group a line of its own), pipelines across groups (one line through all
-of them, each with as many stages as it has accelerators), and mixes of both (a line through the groups of each site,
-each kind, or of any part of a few groups); each with the tensor ranks, micro-batches and recomputation that fit. Layers
-go to stages, and micro-batches to lines, by the speed of their accelerators, layers within the memory of each. What
-cannot be faster than the best known, by the arithmetic of all accelerators together, is not looked at; the best are
-simulated."""
+It tries data parallelism across groups (every group is a line of its own), pipelines across groups (one line through
+all of them), and both together (a line through the groups of each site, or through any part of a few groups), each with
+the tensor ranks, micro-batches and recomputation that fit. Stages get layers, and lines get micro-batches, by the speed
+of their accelerators, as far as memory allows. A division whose lower bound on the step time is above the best known
+time is skipped; the best divisions are simulated."""
 
 from __future__ import annotations
 
@@ -21,8 +20,18 @@ import numpy as np
 from cuboid.cost.inputs import Array, Shape, number
 from cuboid.cost.memory import rank_memory
 from cuboid.errors import UserError
-from cuboid.planning.mixed import ONCE, Line, Machines, MixedJob, crossing_seconds, predict_mixed, rank_groups, share_of
-from cuboid.planning.mixed_lines import FEW, cut, line_sets
+from cuboid.planning.heterogeneous import (
+    ONCE,
+    HeterogeneousJob,
+    Line,
+    Machines,
+    crossing_seconds,
+    predict_job,
+    rank_groups,
+    share_of,
+)
+from cuboid.planning.heterogeneous_batches import share_out
+from cuboid.planning.heterogeneous_divisions import cut, line_sets
 from cuboid.planning.question import Question
 from cuboid.planning.space import Space, divisors
 from cuboid.planning.stages import LayerSeconds, held
@@ -34,31 +43,29 @@ from cuboid.spec.layout import RECOMPUTE, Layout
 SIZES = (1, 2, 4, 8)
 TRIED: dict[str, tuple[Any, ...]] = {"tp": SIZES, "micro_batch": SIZES, "zero": (1, 2, 3), "cp": (1,), "vpp": (1,)}
 TRIED["schedule"] = ("1f1b", "zb1p")
-"""Values of fields; of these no others."""
-LOOKED_AT = 160
-"""Divisions whose layers are dealt and whose memory is counted."""
+"""The values that are tried of each of these fields."""
+MOST_DIVISIONS = 160
+"""Divisions that get layers and batches and whose memory is counted, at most."""
 FINALISTS = 4
-"""… and that are simulated: of pipelines, of replicas, and of both together."""
+"""Of these, divisions that are simulated: so many pipelines, so many of replicas, and so many of both."""
 FAR = 1.5
-"""Divisions whose least time is so many times the best are not looked at."""
+"""Divisions whose lower bound is so many times the best time are skipped."""
 EQUAL = 0.7
-"""Of the sums of gradients of equal stages, what unequal ones at least have."""
+"""The least time of gradient sums with unequal stages, as a fraction of that with equal stages."""
 SENT = 2.0
-"""Bytes of a number between stages."""
+"""Bytes of a number that is sent between stages."""
 LARGEST_SHARD = 8
-"""The most times as much that one replica keeps as another."""
-NEAR = 2
-"""Numbers of micro-batches on both sides of the one by speed that are tried for each line."""
-Kind = tuple[int, int, str, int]
-"""Tensor ranks, sequences of a micro-batch, recomputation, expert-parallel ranks."""
+"""The largest ratio of two ZeRO shards."""
+Settings = tuple[int, int, str, int]
+"""tp, micro_batch, recompute, ep."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one micro-batch on one kind of accelerators."""
+    """Seconds of one micro-batch on one type of accelerator."""
 
     until: tuple[float, ...]
-    """Of all layers before each, and of all."""
+    """Of all layers before each layer, and of all layers."""
     embedding: float
     head: float
 
@@ -69,13 +76,13 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Division:
-    """Lines with a kind of layout, before layers and batch are dealt."""
+    """Lines and settings of a layout, before layers and batches are assigned."""
 
     lines: tuple[Line, ...]
-    kind: Kind
+    settings: Settings
     zero: int
     bound: float
-    """Seconds of a step that all these accelerators together do not undercut."""
+    """A lower bound on the seconds of a step."""
 
     @property
     def pp(self) -> int:
@@ -86,32 +93,32 @@ class Division:
         return sum(line.replicas for line in self.lines)
 
 
-def mixed_job(
+def heterogeneous_job(
     groups: Groups, questions: Sequence[Question], global_batch: int, first: int | None = None
-) -> MixedJob | None:
+) -> HeterogeneousJob | None:
     """The fastest over two groups or more; None where none fits. `questions`: about each group, in order. `first`: the
     group that has rank 0."""
     machines = Machines(groups, tuple(replace(question, global_batch=global_batch) for question in questions))
-    known = _Known(machines, first)
-    best = _best(known, (1,))
-    return best if best is not None else _best(known, (2, 3))
+    search = _Search(machines, first)
+    best = _best(search, (1,))
+    return best if best is not None else _best(search, (2, 3))
 
 
-def _best(known: _Known, zeros: Sequence[int]) -> MixedJob | None:
-    machines = known.machines
-    divisions = sorted(known.divisions(zeros), key=lambda each: each.bound)
+def _best(search: _Search, zeros: Sequence[int]) -> HeterogeneousJob | None:
+    machines = search.machines
+    divisions = sorted(search.divisions(zeros), key=lambda each: each.bound)
     found: list[tuple[float, int, Layout, tuple[Line, ...]]] = []
     least = float("inf")
-    for place, division in enumerate(divisions[:LOOKED_AT]):
+    for place, division in enumerate(divisions[:MOST_DIVISIONS]):
         if division.bound > FAR * least:
             break
-        dealt = known.dealt(division)
-        if dealt is None:
+        assigned = search.assigned(division)
+        if assigned is None:
             continue
-        seconds, layout = dealt
+        seconds, layout = assigned
         found.append((seconds, place, layout, division.lines))
         least = min(least, seconds)
-    best: MixedJob | None = None
+    best: HeterogeneousJob | None = None
     kinds = {(len(lines) > 1, layout.pp > 1) for _, _, layout, lines in found}
     chosen = [
         each
@@ -124,14 +131,14 @@ def _best(known: _Known, zeros: Sequence[int]) -> MixedJob | None:
     ]
     for _, _, layout, lines in chosen:
         for each in _schedules(machines.first, layout):
-            job = predict_mixed(machines, each, lines)
+            job = predict_job(machines, each, lines)
             if job.fits and (best is None or job.step_seconds < best.step_seconds):
                 best = job
     return best
 
 
 def _schedules(question: Question, layout: Layout) -> Iterator[Layout]:
-    """Those that leave each rank the layers it has."""
+    """The layout with each schedule that keeps its layers per rank."""
     if layout.pp == 1:
         yield layout
         return
@@ -140,21 +147,21 @@ def _schedules(question: Question, layout: Layout) -> Iterator[Layout]:
             yield layout.changed(schedule=name)
 
 
-class _Known:
-    """What is asked again and again of the kinds of one cluster file."""
+class _Search:
+    """The search over one cluster file: which divisions there are, and the layers, batches and memory of each."""
 
     def __init__(self, machines: Machines, first: int | None) -> None:
         self.machines, self.question, self._first = machines, machines.first, first
         self.model, self.batch = machines.first.model, machines.first.global_batch
-        self._of_kind: dict[ClusterSpec, dict[Kind, Seconds]] = {}
+        self._by_cluster: dict[ClusterSpec, dict[Settings, Seconds]] = {}
         tensor, experts = self._tensor(), self._experts()
-        kinds = list(product(tensor, self._micro_batches(), self._recompute(), experts))
-        self._seconds: list[dict[Kind, Seconds]] = []
+        choices = list(product(tensor, self._micro_batches(), self._recompute(), experts))
+        self._seconds: list[dict[Settings, Seconds]] = []
         for question in machines.questions:
             like = replace(question.cluster, name="")
-            if like not in self._of_kind:
-                self._of_kind[like] = _layer_seconds(question, kinds)
-            self._seconds.append(self._of_kind[like])
+            if like not in self._by_cluster:
+                self._by_cluster[like] = _layer_seconds(question, choices)
+            self._seconds.append(self._by_cluster[like])
         self.node = gcd(*(question.cluster.accelerators_per_node for question in machines.questions))
 
     def _allowed(self, name: str, options: Sequence[Any]) -> list[Any]:
@@ -162,7 +169,7 @@ class _Known:
         return [value for value in options if fixed.get(name, value) == value]
 
     def _tensor(self) -> list[int]:
-        """Degrees that stay inside the nodes of all groups."""
+        """Degrees that fit in the nodes of all groups."""
         nodes = [question.cluster.accelerators_per_node for question in self.machines.questions]
         return self._allowed("tp", [tp for tp in TRIED["tp"] if all(node % tp == 0 for node in nodes)])
 
@@ -178,25 +185,25 @@ class _Known:
 
     def divisions(self, zeros: Sequence[int]) -> Iterator[Division]:
         every = self._seconds
-        kinds = [kind for kind in every[0] if all(kind in each for each in every)]
+        choices = [settings for settings in every[0] if all(settings in each for each in every)]
         for chosen in self._led(line_sets(self.machines)):
             used = sorted({group for line in chosen for group in line})
             sizes = {group: self.machines.questions[group].cluster.accelerators for group in used}
-            for tp in {kind[0] for kind in kinds}:
+            for tp in {settings[0] for settings in choices}:
                 for lines in cut(chosen, sizes, tp, self.model.layers):
                     if not self._allowed("pp", [len(lines[0].groups)]) or not self._whole_nodes(lines, tp):
                         continue
                     if not self._allowed("dp", [sum(line.replicas for line in lines)]):
                         continue
                     crossing = self._crossing(lines)
-                    for kind in kinds:
-                        if kind[0] == tp and self._spread(lines, kind):
-                            bound = self._bound(lines, kind) + crossing
+                    for settings in choices:
+                        if settings[0] == tp and self._spread(lines, settings):
+                            bound = self._bound(lines, settings) + crossing
                             for zero in self._allowed("zero", zeros):
-                                yield Division(lines, kind, zero, bound)
+                                yield Division(lines, settings, zero, bound)
 
     def _led(self, sets: Iterator[tuple[tuple[int, ...], ...]]) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """Those in which the first line begins with the group that has rank 0."""
+        """Only divisions whose first line begins with the group that has rank 0; lines are reordered for it."""
         for chosen in sets:
             if self._first is None or chosen[0][0] == self._first:
                 yield chosen
@@ -207,16 +214,16 @@ class _Known:
         order = rank_groups(lines, Layout(dp=sum(line.replicas for line in lines), tp=tp, pp=len(lines[0].groups)))
         return all(len(set(order[start : start + self.node])) == 1 for start in range(0, len(order), self.node))
 
-    def _spread(self, lines: tuple[Line, ...], kind: Kind) -> bool:
+    def _spread(self, lines: tuple[Line, ...], settings: Settings) -> bool:
         """Experts stay in the replicas of one line."""
-        tp, micro_batch, _, ep = kind
+        tp, micro_batch, _, ep = settings
         each = [line.replicas * tp for line in lines]
         return all(ranks % ep == 0 for ranks in each) and self.batch // micro_batch >= sum(
             line.replicas for line in lines
         )
 
     def _crossing(self, lines: tuple[Line, ...]) -> float:
-        """Seconds in which sums of gradients cross links, were the stages equal; stages on slow kinds are smaller."""
+        """A lower bound on the seconds of gradient sums on links between groups."""
         if len(lines) == 1:
             return 0.0
         pp = len(lines[0].groups)
@@ -225,24 +232,24 @@ class _Known:
             ring = [line.groups[rank] for line in lines]
             for here, there in zip(ring, [*ring[1:], ring[0]], strict=True):
                 if here != there:
-                    way = self.machines.way(here, there)
-                    crossed[way] = crossed.get(way, 0.0) + ONCE[1] / self.machines.link(here, there)[0]
+                    direction = self.machines.direction(here, there)
+                    crossed[direction] = crossed.get(direction, 0.0) + ONCE[1] / self.machines.link(here, there)[0]
         return EQUAL * self.model.parameters / pp * max(crossed.values(), default=0.0)
 
-    def _bound(self, lines: tuple[Line, ...], kind: Kind) -> float:
-        """All accelerators computing all the time, but for filling and draining the pipeline."""
-        micro_batch = kind[1]
+    def _bound(self, lines: tuple[Line, ...], settings: Settings) -> float:
+        """A step in which all accelerators compute all the time, except while the pipeline fills and drains."""
+        micro_batch = settings[1]
         speed = sum(
-            line.replicas / self._seconds[group][kind].whole for line in lines for group in line.groups
+            line.replicas / self._seconds[group][settings].whole for line in lines for group in line.groups
         )  # of stages: micro-batches a second through all layers
         count, pp = self.batch / micro_batch, len(lines[0].groups)
         replicas = sum(line.replicas for line in lines)
         return count / speed * (1 + (pp - 1) / max(count / replicas, 1.0))
 
-    # Layers to stages, micro-batches to lines.
+    # Assign layers to stages, and micro-batches to lines.
 
-    def dealt(self, division: Division) -> tuple[float, Layout] | None:
-        """Seconds, in closed form, and the layout; None where it fits nowhere, or the batch does not divide."""
+    def assigned(self, division: Division) -> tuple[float, Layout] | None:
+        """Seconds, in closed form, and the layout; None where it does not fit or the batch does not divide."""
         caps = [self.model.layers] * division.pp
         for _ in range(4):
             counts = self._layers(division, caps)
@@ -267,13 +274,14 @@ class _Known:
         return None
 
     def _layers(self, division: Division, caps: Sequence[int]) -> list[int] | None:
-        """Each to the stage that is done soonest with it; then one by one from the slowest, while that helps."""
+        """Layers of each stage: each layer goes to the stage that finishes it first; then layers move away from the
+        slowest stage, one at a time, while that makes the job faster."""
         pp, layers = division.pp, self.model.layers
         if pp == 1:
             return [layers] if caps[0] >= layers else None
         if min(caps) < 1 or sum(caps) < layers:
             return None
-        tables = [[self._seconds[group][division.kind] for group in line.groups] for line in division.lines]
+        tables = [[self._seconds[group][division.settings] for group in line.groups] for line in division.lines]
         total = sum(line.replicas for line in division.lines)
         slow = [
             total
@@ -325,15 +333,15 @@ class _Known:
         )
 
     def _share_out(self, division: Division, counts: Sequence[int]) -> tuple[float, tuple[int, ...]] | None:
-        """Seconds, and micro-batches of a replica of each line; lines that are alike have equally many."""
-        micro_batch = division.kind[1]
+        """Seconds, and micro-batches of a replica of each line; lines of the same speed have equally many."""
+        micro_batch = division.settings[1]
         whole = self.batch // micro_batch
         alike: dict[tuple[float, float], int] = {}
         places = []
         for line in division.lines:
-            times = self._stage_times([self._seconds[group][division.kind] for group in line.groups], counts)
+            times = self._stage_times([self._seconds[group][division.settings] for group in line.groups], counts)
             delays, link = self._messages(division, line)
-            # 1F1B keeps so many micro-batches of a rank on their way behind it.
+            # 1F1B keeps `pp - rank` micro-batches of a rank in flight.
             trips = [(sum(times[rank:]) + 2 * sum(delays[rank:])) / (division.pp - rank) for rank in range(division.pp)]
             each = max(*times, *trips, link)
             key = (round(sum(times) + 2 * sum(delays) - each, 9), round(each, 9))
@@ -349,28 +357,30 @@ class _Known:
         return seconds, tuple(chosen[place] for place in places)
 
     def _messages(self, division: Division, line: Line) -> tuple[list[float], float]:
-        """Seconds of a message between each two ranks, those of one group at once, and those for which the messages of
-        all replicas fill a link."""
-        sent = division.kind[1] * SENT * self.question.sequence * self.model.hidden
+        """Seconds of a message between each two neighbouring ranks (0 within a group), and seconds in which the
+        messages of all replicas occupy a link."""
+        sent = division.settings[1] * SENT * self.question.sequence * self.model.hidden
         crossed: dict[tuple[str, str, bool], int] = {}
         for other in division.lines:
             for here, there in pairwise(other.groups):
                 if here != there:
-                    for way in (self.machines.way(here, there), self.machines.way(there, here)):
-                        crossed[way] = crossed.get(way, 0) + other.replicas
+                    for direction in (self.machines.direction(here, there), self.machines.direction(there, here)):
+                        crossed[direction] = crossed.get(direction, 0) + other.replicas
         delays, link = [], 0.0
         for here, there in pairwise(line.groups):
             if here == there:
                 delays.append(0.0)
                 continue
             rate, latency = self.machines.link(here, there)
-            fills = max(crossed[self.machines.way(*pair)] for pair in ((here, there), (there, here))) * sent / rate
+            fills = (
+                max(crossed[self.machines.direction(*pair)] for pair in ((here, there), (there, here))) * sent / rate
+            )
             delays.append(fills + latency)
             link = max(link, fills)
         return delays, link
 
     def _layout(self, division: Division, counts: Sequence[int], batches: Sequence[int]) -> Layout | None:
-        tp, micro_batch, recompute, ep = division.kind
+        tp, micro_batch, recompute, ep = division.settings
         weights = tuple(
             batch for batch, line in zip(batches, division.lines, strict=True) for _ in range(line.replicas)
         )
@@ -386,7 +396,8 @@ class _Known:
         return None if self.question.untrainable(layout) else layout
 
     def _by_memory(self, division: Division, layout: Layout) -> Layout | None:
-        """With shards by the memory that the kinds of each line leave for them."""
+        """The layout with ZeRO shards in proportion to the memory that each line has left; None where that cannot
+        be."""
         if layout.shard:
             return None
         rooms, first = [], 0
@@ -408,7 +419,7 @@ class _Known:
         return layout.changed(shard_weights=each)
 
     def _tight(self, division: Division, layout: Layout, counts: Sequence[int]) -> dict[int, int]:
-        """Ranks that hold too much, and how many layers would do."""
+        """Pipeline ranks that exceed their memory -> how many layers would fit."""
         found: dict[int, int] = {}
         first = 0
         for line in division.lines:
@@ -426,7 +437,7 @@ class _Known:
 
 
 def held_bytes(question: Question, layout: Layout, share: float) -> Array:
-    """Bytes of every pipeline rank, in closed form. `share`: what it keeps of what ZeRO splits, over the mean."""
+    """Bytes of every pipeline rank, in closed form. `share`: the size of its ZeRO shard, relative to the mean."""
     part = held(question.model, layout, question.sequence)
     jobs = replace(Space.of([layout], question).jobs, fuller=number(share))
     ranks, engine = np.arange(layout.pp, dtype=np.float64), question.profile
@@ -435,49 +446,11 @@ def held_bytes(question: Question, layout: Layout, share: float) -> Array:
     return np.asarray(engine.reserve * np.broadcast_to(memory.total, layout.pp))
 
 
-def share_out(
-    whole: int, replicas: Sequence[int], fills: Sequence[float], slopes: Sequence[float], equal: bool = False
-) -> list[int] | None:
-    """Micro-batches of a replica of each line, so that the last is done soonest; None where so many do not divide.
-
-    >>> share_out(12, [1, 1], [0.0, 0.0], [1.0, 2.0])
-    [8, 4]
-    """
-    total = sum(replicas)
-    if whole % total == 0 and (equal or len(replicas) == 1):
-        return [whole // total] * len(replicas)
-    if equal:
-        return None
-    # As long as all are done at once; the rest goes to the last line, if it divides there.
-    low, high = 0.0, max(fill + slope * whole for fill, slope in zip(fills, slopes, strict=True))
-    for _ in range(60):
-        middle = (low + high) / 2
-        done = sum(
-            count * max(middle - fill, 0.0) / slope for count, fill, slope in zip(replicas, fills, slopes, strict=True)
-        )
-        low, high = (low, middle) if done >= whole else (middle, high)
-    wanted = [max(1, round((high - fill) / slope)) for fill, slope in zip(fills, slopes, strict=True)]
-    spread = NEAR if len(replicas) <= FEW else 0
-    spread = max(spread, replicas[-1]) if len(replicas) == 2 else spread
-    best: tuple[float, list[int]] | None = None
-    for some in product(*(range(max(1, each - spread), each + spread + 1) for each in wanted[:-1])):
-        left = whole - sum(count * each for count, each in zip(replicas, some, strict=False))
-        if left < replicas[-1] or left % replicas[-1]:
-            continue
-        counts = [*some, left // replicas[-1]]
-        seconds = max(fill + slope * each for fill, slope, each in zip(fills, slopes, counts, strict=True))
-        if best is None or seconds < best[0]:
-            best = seconds, counts
-    if best is None and whole % total == 0:
-        return [whole // total] * len(replicas)
-    return best[1] if best else None
-
-
-def _layer_seconds(question: Question, kinds: Sequence[Kind]) -> dict[Kind, Seconds]:
-    """Of the kinds that the model allows."""
+def _layer_seconds(question: Question, choices: Sequence[Settings]) -> dict[Settings, Seconds]:
+    """Of the settings that the model allows."""
     layouts, allowed = [], []
-    for kind in kinds:
-        tp, micro_batch, recompute, ep = kind
+    for settings in choices:
+        tp, micro_batch, recompute, ep = settings
         fields: dict[str, Any] = {"tp": tp, "micro_batch": micro_batch, "recompute": recompute, "ep": ep}
         try:
             layout = Layout(dp=max(question.cluster.accelerators // tp, ep), **fields)
@@ -485,7 +458,7 @@ def _layer_seconds(question: Question, kinds: Sequence[Kind]) -> dict[Kind, Seco
         except UserError:
             continue
         layouts.append(layout)
-        allowed.append(kind)
+        allowed.append(settings)
     if not layouts:
         return {}
     seconds = LayerSeconds.of(question, Space.of(layouts, question).jobs)
@@ -494,7 +467,9 @@ def _layer_seconds(question: Question, kinds: Sequence[Kind]) -> dict[Kind, Seco
     )
     leading = question.model.mixture.first_dense_layers if question.model.mixture else question.model.layers
     found = {}
-    for kind, dense, mixture, embedding, head in zip(allowed, *(each.tolist() for each in columns[:4]), strict=True):
+    for settings, dense, mixture, embedding, head in zip(
+        allowed, *(each.tolist() for each in columns[:4]), strict=True
+    ):
         costs = [dense] * leading + [mixture] * (question.model.layers - leading)
-        found[kind] = Seconds((0.0, *accumulate(costs)), embedding, head)
+        found[settings] = Seconds((0.0, *accumulate(costs)), embedding, head)
     return found

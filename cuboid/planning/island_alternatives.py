@@ -1,4 +1,4 @@
-"""What else the groups of a cluster file could do than being islands: the fastest of them alone, or all as one job."""
+"""What the groups of a cluster file could do instead of islands: the fastest group alone, or one job over all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cuboid.errors import UserError
 from cuboid.planning.choose import fastest, resized_search
-from cuboid.planning.mixed_search import mixed_job
+from cuboid.planning.heterogeneous_search import heterogeneous_job
 from cuboid.spec.cluster import ClusterSpec, LinkTier
 from cuboid.spec.groups import Group, Groups
 from cuboid.spec.plugin import PythonModelSpec
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Other:
+class Alternative:
     """A way to train without islands."""
 
     name: str
@@ -41,7 +41,7 @@ def fastest_alone(groups: Groups, ask: Ask, global_batch: int) -> Group:
     return min(groups.groups, key=lambda group: known[replace(group.cluster, name="")])
 
 
-def unequal_job(groups: Groups, ask: Ask, global_batch: int) -> Other | None:
+def unequal_job(groups: Groups, ask: Ask, global_batch: int) -> Alternative | None:
     if len({group.cluster.accelerator for group in groups.groups}) == 1:
         return None
     try:
@@ -50,10 +50,10 @@ def unequal_job(groups: Groups, ask: Ask, global_batch: int) -> Other | None:
         return None
     if any(isinstance(question.model, PythonModelSpec) for question in questions):
         return None
-    found = mixed_job(groups, questions, global_batch)
+    found = heterogeneous_job(groups, questions, global_batch)
     if found is None:
         return None
-    return Other(
+    return Alternative(
         name="one job of unequal parts",
         layout=str(found.layout),
         step_seconds=found.step_seconds,
@@ -61,19 +61,19 @@ def unequal_job(groups: Groups, ask: Ask, global_batch: int) -> Other | None:
     )
 
 
-def without_islands(name: str, ask: Ask, cluster: ClusterSpec, global_batch: int) -> Other | UserError:
+def without_islands(name: str, ask: Ask, cluster: ClusterSpec, global_batch: int) -> Alternative | UserError:
     try:
         question = ask(cluster, global_batch)
         plan = fastest(question)  # simulated: closed forms know little of messages between stages on slow links
     except UserError as reason:
         return reason
     rate = global_batch * question.sequence / plan.seconds
-    return Other(name=name, layout=str(plan.layout), step_seconds=plan.seconds, tokens_per_second=rate)
+    return Alternative(name=name, layout=str(plan.layout), step_seconds=plan.seconds, tokens_per_second=rate)
 
 
 def as_one_job(groups: Groups) -> ClusterSpec:
-    """All groups as one cluster: accelerators as slow and as small as the worst of them, and beyond the smallest group
-    one tier with the slowest link, in equal parts for the accelerators of the smallest group."""
+    """All groups as one cluster of equal accelerators: each as slow, and with as little memory, as the worst of any
+    group. Beyond the size of the smallest group there is one tier: the slowest link, shared by its accelerators."""
     clusters = [group.cluster for group in groups.groups]
     kinds = set.intersection(*(set(cluster.peak_tflops) for cluster in clusters))
     slowest = min(clusters, key=lambda cluster: min(cluster.peak_tflops.get(kind, 0.0) for kind in kinds or {"bf16"}))

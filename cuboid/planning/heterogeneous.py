@@ -1,10 +1,10 @@
-"""What one job over groups of different accelerators takes: seconds and memory of each pipeline rank of each replica,
-by the costs of the kind that it sits on.
+"""Step time and memory of one job over groups of different accelerators, for each pipeline rank of each replica.
 
-Replicas that run through the same groups make a line. A line may stay in one group, or have its first stages on one
-kind and its last ones on another; all lines have the same layers per stage, because gradients are summed by stages.
-Tensor ranks are always of one group. Messages and gradients that leave a group share the link that the cluster file
-names; nothing is taken to hide the sum of gradients there."""
+A line is a set of replicas whose pipelines run through the same groups. A line may stay in one group, or have its first
+stages on one accelerator type and its last ones on another. All lines have the same layers per stage, because gradients
+are summed stage by stage. The ranks of a tensor group are always in one group of the file. Messages and gradients
+between groups share the links of the cluster file; the sum of gradients there is assumed not to overlap with
+anything."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from cuboid.spec.groups import Groups
 from cuboid.spec.layout import Layout
 
 ONCE = {0: 8.0, 1: 6.0, 2: 2.0, 3: 0.0}
-"""ZeRO stage -> bytes of each parameter that cross a link in a step: gradients in float32, parameters in 16 bits."""
+"""ZeRO stage -> bytes of each parameter that cross a link once a step: gradients in float32, parameters in 16 bits."""
 EACH_TIME = {0: 0.0, 1: 0.0, 2: 4.0, 3: 8.0}
-"""… and in each micro-batch."""
+"""ZeRO stage -> bytes that cross it in each micro-batch."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Replicas that run through the same groups."""
+    """Replicas whose pipelines run through the same groups."""
 
     groups: tuple[int, ...]
-    """Of each pipeline rank, by its place in the file."""
+    """The group of each pipeline rank, by its index in the file."""
     replicas: int
 
 
@@ -50,7 +50,7 @@ class PipelineRank:
 
     line: int
     rank: int
-    """In the pipeline."""
+    """Pipeline rank."""
     group: str
     replicas: int
     layers: int
@@ -62,13 +62,13 @@ class PipelineRank:
     idle: float
     """The fraction of a step in which it computes nothing."""
     memory: float
-    """Bytes at its fullest."""
+    """Peak bytes."""
     room: float
     """Bytes that it may hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedJob:
+class HeterogeneousJob:
     layout: Layout
     lines: tuple[Line, ...]
     pipeline_ranks: tuple[PipelineRank, ...]
@@ -77,7 +77,7 @@ class MixedJob:
     gradients: float
     """Seconds in which gradients and parameters travel within groups."""
     crossing: float
-    """… and between them."""
+    """Seconds in which they travel between groups."""
     update: float
     tokens: int
     """Of a step."""
@@ -92,7 +92,7 @@ class MixedJob:
 
     @property
     def waiting(self) -> float:
-        """The fraction of the passes for which the line that is done first waits."""
+        """The fraction of the passes that the first line to finish waits for the last."""
         return 1 - min(self.spans) / max(self.spans)
 
     @property
@@ -112,7 +112,7 @@ def rank_groups(lines: Sequence[Line], layout: Layout) -> list[int]:
 
 @dataclass(frozen=True)
 class Machines:
-    """The groups with what is asked of each."""
+    """The groups, each with the question that the planner answers for it."""
 
     groups: Groups
     questions: tuple[Question, ...]
@@ -126,7 +126,7 @@ class Machines:
         return [group.name for group in self.groups.groups]
 
     def link(self, one: int, other: int) -> tuple[float, float]:
-        """Bytes a second in each direction, and seconds of a message without any bytes."""
+        """Bytes a second in each direction, and latency in seconds."""
         here, there = self.groups.groups[one], self.groups.groups[other]
         link = self.groups.link(here, there)
         rates = [link.rate]
@@ -134,15 +134,15 @@ class Machines:
             rates += [rate for group in (here, there) if (rate := self.groups.uplink(group)) is not None]
         return min(rates), link.latency
 
-    def way(self, one: int, other: int) -> tuple[str, str, bool]:
-        """What is the same for all that goes over a link in one direction."""
+    def direction(self, one: int, other: int) -> tuple[str, str, bool]:
+        """Names one direction of a link: the two sites, and within one site which way."""
         here, there = self.groups.groups[one].site, self.groups.groups[other].site
         return here, there, one < other if here == there else True
 
 
-def predict_mixed(machines: Machines, layout: Layout, lines: Sequence[Line]) -> MixedJob:
-    """A layout whose replicas are those of the lines, in order."""
-    question, lines = machines.first, _alike(layout, lines)
+def predict_job(machines: Machines, layout: Layout, lines: Sequence[Line]) -> HeterogeneousJob:
+    """Predict a layout whose replicas are those of the lines, in order."""
+    question, lines = machines.first, _by_weights(layout, lines)
     part = held(question.model, layout, question.sequence)
     sent = _message_bytes(question, layout)
     crossings = _all_hops(machines, lines, part)
@@ -184,7 +184,7 @@ def predict_mixed(machines: Machines, layout: Layout, lines: Sequence[Line]) -> 
         for place, (line, alike, count, each, asked, tables) in enumerate(rows)
         for rank, group in enumerate(line.groups)
     ]
-    return MixedJob(
+    return HeterogeneousJob(
         layout=layout,
         lines=tuple(lines),
         pipeline_ranks=tuple(pipeline_ranks),
@@ -196,8 +196,8 @@ def predict_mixed(machines: Machines, layout: Layout, lines: Sequence[Line]) -> 
     )
 
 
-def _alike(layout: Layout, lines: Sequence[Line]) -> tuple[Line, ...]:
-    """Cut where replicas of one line have other weights than the one before."""
+def _by_weights(layout: Layout, lines: Sequence[Line]) -> tuple[Line, ...]:
+    """Lines split so that all replicas of one have the same weights."""
     found, first = [], 0
     for line in lines:
         own = range(first, first + line.replicas)
@@ -207,8 +207,8 @@ def _alike(layout: Layout, lines: Sequence[Line]) -> tuple[Line, ...]:
     return tuple(found)
 
 
-def line_timeline(machines: Machines, job: MixedJob, place: int, count: int) -> Timeline:
-    """So many micro-batches of a replica of one line."""
+def line_timeline(machines: Machines, job: HeterogeneousJob, place: int, count: int) -> Timeline:
+    """The simulated timeline of `count` micro-batches of a replica of one line."""
     layout, line, question = job.layout, job.lines[place], machines.first
     first = sum(each.replicas for each in job.lines[:place])
     part, sent = held(question.model, layout, question.sequence), _message_bytes(question, layout)
@@ -222,21 +222,21 @@ def line_timeline(machines: Machines, job: MixedJob, place: int, count: int) -> 
     return simulate(make_schedule(layout.schedule, layout.pp, count, layout.vpp), _costs(line, part, known), delays)
 
 
-Way = tuple[str, str, bool]
+Direction = tuple[str, str, bool]
 
 
-def _all_hops(machines: Machines, lines: Sequence[Line], part: Held) -> Counter[Way]:
+def _all_hops(machines: Machines, lines: Sequence[Line], part: Held) -> Counter[Direction]:
     """How many replicas send over a link in one direction in a micro-batch: activations forward, gradients back."""
-    found: Counter[Way] = Counter()
+    found: Counter[Direction] = Counter()
     for line in lines:
         for one, other in _hops(line, part):
-            found[machines.way(one, other)] += line.replicas
-            found[machines.way(other, one)] += line.replicas
+            found[machines.direction(one, other)] += line.replicas
+            found[machines.direction(other, one)] += line.replicas
     return found
 
 
 def share_of(layout: Layout, replica: int) -> float:
-    """What it keeps of what ZeRO splits, over the mean."""
+    """The size of its ZeRO shard, relative to the mean."""
     if not layout.shard_weights:
         return 1.0
     return layout.shard_weight_of(replica) * layout.shard_size / sum(layout.shard_weights)
@@ -249,7 +249,7 @@ def _hops(line: Line, part: Held) -> list[tuple[int, int]]:
 
 
 def _message_bytes(question: Question, layout: Layout) -> float:
-    """Of one sequence of a replica, all of its tensor ranks together."""
+    """Bytes of one sequence between two stages, all tensor ranks of a replica together."""
     alone = layout.changed(batch_weights=(), micro_batch=1)
     jobs = Jobs.of([alone], global_batch=alone.batch_unit, sequence=question.sequence)
     each = single(transfer_bytes(Shape.of(question.model), jobs, question.profile))
@@ -270,10 +270,10 @@ def _delays(
     line: Line,
     part: Held,
     known: dict[int, StageSeconds],
-    crossings: Counter[Way],
+    crossings: Counter[Direction],
     sent: float,
 ) -> list[float]:
-    """Seconds of a message between each two stages; those of all replicas cross a link at once."""
+    """Seconds of a message between each two neighbouring stages. All replicas send over a link at the same time."""
     found = []
     for one, other in pairwise(part.rank):
         here, there = line.groups[one], line.groups[other]
@@ -281,24 +281,24 @@ def _delays(
             found.append(known[here].message if one != other else 0.0)
             continue
         rate, latency = machines.link(here, there)
-        found.append(crossings[machines.way(here, there)] * sent / rate + latency)
+        found.append(crossings[machines.direction(here, there)] * sent / rate + latency)
     return found
 
 
 def _busiest_link(machines: Machines, lines: Sequence[Line], part: Held, sent: float) -> float:
-    """Seconds for which the messages of a micro-batch of every replica fill a link in one direction."""
+    """Seconds in which one micro-batch of every replica occupies the busiest direction of a link."""
     crossings = _all_hops(machines, lines, part)
     rates = {
-        machines.way(*pair): machines.link(*pair)[0]
+        machines.direction(*pair): machines.link(*pair)[0]
         for line in lines
         for one, other in _hops(line, part)
         for pair in ((one, other), (other, one))
     }
-    return max((count * sent / rates[way] for way, count in crossings.items()), default=0.0)
+    return max((count * sent / rates[direction] for direction, count in crossings.items()), default=0.0)
 
 
 def _span(layout: Layout, costs: StageCosts, delays: list[float], count: int) -> float:
-    """Seconds of so many micro-batches, by the schedule's own table."""
+    """Seconds of `count` micro-batches, simulated with the schedule's table."""
     busiest = _busiest(layout, costs)
     if layout.stages == 1:
         return count * busiest
@@ -320,7 +320,7 @@ def _busiest(layout: Layout, costs: StageCosts) -> float:
 
 
 def crossing_seconds(machines: Machines, layout: Layout, lines: Sequence[Line], part: Held) -> float:
-    """Seconds in which rings of gradients and parameters cross the links between groups, each stage its own."""
+    """Seconds of gradients and parameters on the links between groups: a ring over the replicas for each stage."""
     if len(lines) == 1:
         return 0.0
     question = machines.first
@@ -328,20 +328,20 @@ def crossing_seconds(machines: Machines, layout: Layout, lines: Sequence[Line], 
     held_here = rank_parameters(Shape.of(question.model), alone, part.layers, *part.ends()).total
     count = layout.micro_batches_of(layout.busiest_replica, question.global_batch)
     each = (ONCE[layout.zero] + EACH_TIME[layout.zero] * count) * (layout.dp - 1) / layout.dp
-    crossed: defaultdict[Way, float] = defaultdict(float)
+    crossed: defaultdict[Direction, float] = defaultdict(float)
     leaving: defaultdict[str, float] = defaultdict(float)
-    links: dict[Way, tuple[float, float]] = {}
+    links: dict[Direction, tuple[float, float]] = {}
     for rank in range(layout.pp):
         ring = [line.groups[rank] for line in lines]
         for here, there in zip(ring, [*ring[1:], ring[0]], strict=True):
             if here == there:
                 continue
-            way = machines.way(here, there)
-            crossed[way] += each * float(held_here[rank])
-            links[way] = machines.link(here, there)
-            if way[0] != way[1]:
-                leaving[way[0]] += each * float(held_here[rank])
-    found = [sent / links[way][0] + 2 * links[way][1] for way, sent in crossed.items()]
+            direction = machines.direction(here, there)
+            crossed[direction] += each * float(held_here[rank])
+            links[direction] = machines.link(here, there)
+            if direction[0] != direction[1]:
+                leaving[direction[0]] += each * float(held_here[rank])
+    found = [sent / links[direction][0] + 2 * links[direction][1] for direction, sent in crossed.items()]
     for group in machines.groups.groups:
         rate = machines.groups.uplink(group)
         if rate is not None and leaving[group.site]:
