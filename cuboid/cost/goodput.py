@@ -66,10 +66,6 @@ class Costs:
         """One save is written at a time."""
         return max(self.write - self.stall, 1.0)
 
-    @property
-    def on_disk_only(self) -> Costs:
-        return replace(self, memory=None)
-
 
 @dataclass(frozen=True)
 class PublishedFailures:

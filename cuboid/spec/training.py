@@ -193,8 +193,6 @@ OWN_DATA = "model"
 """The source of a model of one's own that brings its data set."""
 TO_CHOOSE = "to-choose"
 """The source of a plan, which chooses a layout and no data: a person decides, and until then it does not train."""
-BUILT_IN = ("python-stdlib", "synthetic")
-"""Sources that need no file: bytes of the standard library's own source; random tokens with masked labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
