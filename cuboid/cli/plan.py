@@ -160,9 +160,9 @@ def command(
         answer_pareto(groups, ask, global_batch, wanted, as_json)
         return
     if one_job:
-        from cuboid.cli import plan_mixed
+        from cuboid.cli.plan_one_job import answer_one_job, plan_one_job
 
-        plan_mixed.answer(plan_mixed.plan_one_job(groups, ask, global_batch), output, tokens, as_json)
+        answer_one_job(plan_one_job(groups, ask, global_batch), output, tokens, as_json)
         return
     if several:
         changes = None

@@ -83,7 +83,7 @@ def plan_one_job(groups: Groups, ask: Ask, global_batch: int) -> Found:
     return Found(Machines(groups, questions), job, tuple(best))
 
 
-def answer(found: Found, output: Path | None, tokens: float | None, as_json: bool) -> None:
+def answer_one_job(found: Found, output: Path | None, tokens: float | None, as_json: bool) -> None:
     """What was found, and the run file."""
     if output is not None:
         write_output(output, dump_job_plan(found.machines, found.job, tokens or 0.0))

@@ -50,7 +50,7 @@ LEAST = {"fp8": 0.5}
 LEAST_GRADIENT = 0.2
 """Allowed in any case for a weight gradient in 16 bits: some have few elements, and large terms that cancel."""
 NEGLIGIBLE = 1e-6
-"""Gradients smaller than this times the largest of their segment are compared on the scale of that product. In 16 bits
+"""Gradients smaller than this times the largest of their segment are compared on that scale. In 16 bits
 it is one rounding instead: gradients that should be zero consist of rounding errors."""
 ROUNDED = 2.0**-10
 """The assumed rounding error in 16 bits, as a fraction of the stream, until it is measured."""
