@@ -1,5 +1,4 @@
-"""The other islands, as one rank asks them for blocks of a fragment: each of their ranks for the blocks that both
-own."""
+"""The other islands, as one rank asks them for blocks of a fragment: each of their ranks for what both have at home."""
 
 from __future__ import annotations
 
@@ -11,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from cuboid.islands.links import Counts, Link
-from cuboid.spec.block_owners import overlap, runs_of_blocks
+from cuboid.spec.island_homes import overlap, runs_of_blocks
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
 
 AT_ONCE = 16
-"""Owners of other islands that are asked at once, at most."""
+"""Homes of other islands that are asked at once, at most."""
 
 
 class Peers:
@@ -27,7 +26,7 @@ class Peers:
         self.known: dict[int, dict[str, Any]] = {}
         """Layouts and addresses of islands."""
         self.blocks = [runs_of_blocks(run, each, rank) for each in range(run.islands.fragments)]
-        """Of each fragment what this rank owns."""
+        """Of each fragment what is at home here."""
         self._runs: dict[tuple[int, str], Run] = {}
         self._links: dict[tuple[str, int], Link] = {}
 
@@ -44,7 +43,7 @@ class Peers:
         wanted: Callable[[], bool],
         patience: float,
     ) -> list[Callable[[], list[int]]]:
-        """For each rank of another island that has some of what this rank owns."""
+        """For each rank of another island that has some of what is at home here."""
         other, addresses = self._run_of(number), self.known[number]["addresses"]
         own = self.blocks[fragment]
         places, before = [], 0

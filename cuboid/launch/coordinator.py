@@ -7,14 +7,15 @@ Nothing here opens a socket or reads a clock: what is decided depends on what wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import gt
 from typing import Literal
 
+from cuboid.launch.planned import Arranged, Nodes
 from cuboid.resilience.preemption import REQUEUE
 from cuboid.resilience.rebalance import Balance, Pace
-from cuboid.resilience.replan import Choice
+from cuboid.resilience.replan import Choice, TooFew
 
 GRACE = 2.0
 """Seconds in which a supervisor whose connection broke may come back before it counts as ended."""
@@ -87,25 +88,24 @@ class Coordinator:
         self,
         leader: str,
         rules: Rules,
-        choose: Callable[[int], Choice],
+        arrange: Callable[[Nodes], Arranged | None],
         judge: Judge,
         newest: Callable[[], int],
         number: int = 0,
         term: int = 0,
         has_room: Callable[[], bool] = lambda: True,
         balance: Callable[[Order, Mapping[str, Pace]], Balance | None] = lambda order, paces: None,
-        arrange: Callable[[Sequence[str]], tuple[Choice, tuple[str, ...]]] | None = None,
     ) -> None:
-        """`choose` says how so many nodes are used best, `newest` which step the newest checkpoint has; `number` is
-        that of the first order: a leader that came back must not repeat one. `has_room`: whether the run's folder
-        takes what ranks write. `balance`: which layout its nodes, as fast as they are, would train faster with.
-        `arrange`: as `choose`, where nodes are not alike, and which of them does what.
+        """`arrange` says how the nodes that are there are used best, which of them, and in which order; None: it is
+        not known yet. `newest` says which step the newest checkpoint has; `number` is that of the first order: a leader
+        that came back must not repeat one. `has_room`: whether the run's folder takes what ranks write. `balance`:
+        which layout its nodes, as fast as they are, would train faster with.
 
         The leader's own node is never lost and comes first: rank 0, which alone publishes checkpoints, is always there,
         and there the old one has ended before a new one starts. So nobody cut off can publish one."""
         self.order = Order(number, "wait", "the job starts", term=term)
-        self._rules, self._choose, self._judge, self._newest = rules, choose, judge, newest
-        self._leader, self._has_room, self._arrange = leader, has_room, arrange
+        self._rules, self._arrange, self._judge, self._newest = rules, arrange, judge, newest
+        self._leader, self._has_room = leader, has_room
         self._seen = {leader: _Seen(Status(), 0.0)}
         self._meeting = ("", 0)
         self._since: float | None = None
@@ -118,6 +118,8 @@ class Coordinator:
         """How these nodes divide it."""
         self._better: list[Balance] = []
         """What the latest windows, all of them, would have been better with."""
+        self._given_up: set[str] = set()
+        """Layouts that other parts or layers made, with which ranks failed."""
         self._window: tuple[int, ...] = ()
         self._balances_after: int | None = None
 
@@ -182,11 +184,24 @@ class Coordinator:
         )
         expected = rules.max_nodes if rules.expected is None else rules.expected
         early = not self._called and there < expected and waited < rules.gather
-        if settled and not early and self._meeting[1] and self._has_room():
-            self._call(now)
+        if not (settled and not early and self._meeting[1] and self._has_room()):
+            return
+        try:
+            arranged = self._arrange(tuple(self._seen))
+        except TooFew as error:
+            self._wait_for_more(str(error), waited)
+            return
+        if arranged is not None:
+            self._call(*arranged)
 
-    def _call(self, now: float) -> None:
-        choice, members = self._chosen()
+    def _wait_for_more(self, why: str, waited: float) -> None:
+        """Enough nodes by their number do not hold the run."""
+        if waited > self._rules.patience:
+            self.end(1, f"{why}; no others came in {self._rules.patience:g} s")
+        elif self.order.reason != (reason := f"{why}; waiting for others"):
+            self._give(Order(0, "wait", reason))
+
+    def _call(self, choice: Choice, members: Nodes) -> None:
         address, port = self._meeting
         self._called, self._grows_after = True, None
         self._planned, self._better, self._window, self._balances_after = choice, [], (), None
@@ -195,19 +210,12 @@ class Coordinator:
             layout, why = str(self._balanced[1].layout), f"{why}; {self._balanced[1].why}"
         self._give(Order(0, "train", why, members, layout, choice.ranks, address, port))
 
-    def _chosen(self) -> tuple[Choice, tuple[str, ...]]:
-        nodes = self.nodes[: self._rules.max_nodes]
-        if self._arrange is not None:
-            return self._arrange(nodes)
-        choice = self._choose(len(nodes))
-        return choice, tuple(nodes[: choice.nodes])
-
     def _watch(self, lost: dict[str, str], now: float) -> None:
         members = self.order.members
         said = {node: self._seen[node].status for node in members if node in self._seen}
         said = {node: status for node, status in said.items() if status.order == self.order.number}
         for status in said.values():
-            if status.state == "refused":
+            if status.state == "refused" and not self._is_balanced:
                 return self.end(2, status.reason)
         for node in members:
             if node in lost:
@@ -215,7 +223,7 @@ class Coordinator:
         if any(self._seen[node].left is not None for node in members):
             return None  # whether it is lost is known in a moment; ranks that fail meanwhile fail because of it
         for node, status in said.items():
-            if status.state == "failed":
+            if status.state in ("failed", "refused"):
                 return self._fail(status.kind, node, status.reason, now)
         states = {said[node].state if node in said else "training" for node in members}
         if "training" not in states and "ready" not in states:
@@ -232,6 +240,8 @@ class Coordinator:
         if len(paces) == len(members) and all(map(gt, window, self._window or [0] * len(window))):
             self._window = window
             found = self._balance(self.order, dict(zip(members, paces, strict=True)))
+            if found is not None and str(found.layout) in self._given_up:
+                found = None
             self._better = [*self._better, found] if found is not None else []
             if len(self._better) < WINDOWS:
                 self._balances_after = None
@@ -241,7 +251,14 @@ class Coordinator:
             self._balanced = members, self._better[-1]
             self._regather(self._better[-1].why, now)
 
+    @property
+    def _is_balanced(self) -> bool:
+        """Whether nodes train with other parts or layers than they were planned with."""
+        return self._balanced is not None and self._balanced[0] == self.order.members
+
     def _fail(self, kind: str, node: str, reason: str, now: float) -> None:
+        if self._is_balanced and kind != "node":  # it may need more memory than there is
+            self._given_up.add(self.order.layout)
         self._balanced = None  # whatever it failed of, a layout that was not asked for is given up first
         verdict = self._judge(kind, node, reason, self.order.layout)
         if verdict:
@@ -255,8 +272,11 @@ class Coordinator:
         if spare <= 0:
             self._grows_after = None
             return
-        choice, _ = self._chosen()
-        if self._planned is not None and replace(choice, why="") == replace(self._planned, why=""):
+        try:
+            arranged = self._arrange(tuple(self._seen))
+        except TooFew:  # with whom nothing better can be done
+            return
+        if arranged is None or (self._planned is not None and _alike(arranged[0], self._planned)):
             return
         newest = self._newest()
         if self._grows_after is None:
@@ -270,3 +290,7 @@ class Coordinator:
 
     def _give(self, order: Order) -> None:
         self.order = replace(order, number=self.order.number + 1, term=self.order.term)
+
+
+def _alike(one: Choice, other: Choice) -> bool:
+    return replace(one, why="") == replace(other, why="")

@@ -27,6 +27,7 @@ from cuboid.launch.coordinator import GRACE, Coordinator, Order, Rules
 from cuboid.launch.coordinator_rpc import BEAT, PURPOSE, CoordinatorClient, CoordinatorServer
 from cuboid.launch.disk_room import DiskRoom
 from cuboid.launch.network import Endpoint, listen
+from cuboid.launch.planned import Arranged, Planned
 from cuboid.launch.start import Nodes
 from cuboid.launch.store_tunnel import StoreGate
 from cuboid.launch.supervisor import Restarts
@@ -162,12 +163,17 @@ class Leadership:
         if after is not None:  # the others come as soon as they see the term
             expected = len(after.members) - 1 if after.members else nodes.most - 1
             rules = replace(rules, gather=min(spec.gather_seconds, spec.contact_seconds), expected=expected)
-        choose = Replanner(run, nodes.ranks).choose
 
         def begun() -> bool:
             return after is not None or newest_kept(run) > 0
 
-        arrange = GroupReplanner(run, nodes.ranks, begun).arrange if nodes.group else None
+        alike, groups = Replanner(run, nodes.ranks), GroupReplanner(run, nodes.ranks, begun) if nodes.group else None
+
+        def arrange(there: tuple[str, ...]) -> Arranged:
+            if groups is not None:
+                return groups.arrange(there)
+            choice = alike.choose(min(len(there), nodes.most))
+            return choice, there[: choice.nodes]
 
         def balanced(order: Order, paces: Mapping[str, Pace]) -> Balance | None:
             if not (run.checkpoint.keeps and run.resilience.rebalance):
@@ -182,14 +188,13 @@ class Leadership:
         return Coordinator(
             self._name,
             rules,
-            choose,
+            Planned(arrange),
             restarts.failed,
             lambda: newest_kept(run),
             number,
             term,
             DiskRoom(run),
             balanced,
-            arrange,
         )
 
     def _announce(self, order: Order) -> None:

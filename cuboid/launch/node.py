@@ -136,12 +136,12 @@ def _attempt(
     first, world = order.members.index(name) * order.ranks, len(order.members) * order.ranks
     places = local_places(order.ranks, first, world, "127.0.0.1", port, f"order-{order.number}")
     places = tuple(replace(place, term=order.term) for place in places)
-    run = replace(run, layout=Layout.parse(order.layout))
 
     def told(pace: Pace) -> None:
         contact.tell(Status(order.number, "training", pace=pace))
 
     try:
+        run = replace(run, layout=Layout.parse(order.layout))
         with _on_a_leash(contact, order.number) as cut:
             outcome = launch(run, quiet, signals, places, told)
     except UserError as error:

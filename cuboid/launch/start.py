@@ -95,7 +95,7 @@ def find_nodes(run: Run, options: NodeOptions) -> Nodes | None:
             f"min-nodes={least} has no checkpoints to resume from with fewer nodes; use checkpoint.every=100"
         )
     ranks = _ranks_per_node(run, least, most, options.ranks_per_node)
-    check_group(run, options.group, most)
+    check_group(run, options.group, most, ranks)
     if options.group is None:  # what nodes of several kinds do depends on which are there
         Replanner(run, ranks).choose(least)
     return Nodes(endpoint, find_interface(options.interface, endpoint), least, most, ranks, options.group or "")

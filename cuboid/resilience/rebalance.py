@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from math import gcd
 
 from cuboid.errors import UserError
-from cuboid.spec.fitting import check_model
 from cuboid.spec.layout import Layout
 from cuboid.spec.partition import partition
 from cuboid.spec.ranks import coordinates
@@ -101,11 +99,9 @@ def _staged(run: Run, layout: Layout, ranks: int, paces: Mapping[str, Pace]) -> 
     for own, count in zip(stages, counts, strict=True):
         for place, stage in enumerate(own):
             layers[stage] = count // len(own) + (place < count % len(own))
-    try:
-        found = layout.changed(layers=tuple(layers))
-        check_model(found, run.model)
-    except UserError:  # recompute_layers that are all of a stage, now
-        return None
+    found = layout.changed(layers=tuple(layers))
+    if 0 < found.recompute_layers >= max(layers):  # which are all of them now
+        found = found.changed(recompute_layers=0)
     waits = max(each.whole for each in told) - max(seconds)
     after = max(count / speed for count, speed in zip(counts, speeds, strict=True))
     # What fills and drains the pipeline is as long as its stages.
@@ -135,9 +131,7 @@ def _weighted(run: Run, layout: Layout, ranks: int, paces: Mapping[str, Pace]) -
 
 
 def _layout(run: Run, layout: Layout, speeds: Sequence[float]) -> Layout | None:
-    training = run.training
-    sizes = [training.global_batch, *(size for size, _ in training.batch_sizes.stages)]
-    parts = gcd(*sizes) // layout.micro_batch
+    parts = run.training.batch_sizes.divisor // layout.micro_batch
     equal = layout.changed(batch_weights=())
     if layout.zero < 2 and layout.ep <= layout.cp * layout.tp:  # replicas meet once a step: any numbers will do
         sums = [parts]

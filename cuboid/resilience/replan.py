@@ -20,10 +20,16 @@ LOOKED_AT = 12
 """Numbers of nodes, from all of them downwards, for which a layout is sought: fewer would waste too much anyway."""
 CANDIDATES = 8
 """Layouts of the planner that are tried for one number of ranks: it may offer what this model's engine refuses."""
+OF_A_RAMP = 256
+"""… where they must also divide smaller batches."""
 
 
 UNKNOWN_GPU = "a100-80g"
 """What a GPU that the catalog does not know is taken for: layouts are compared with each other, on any of them."""
+
+
+class TooFew(UserError):
+    """Nodes that do not hold the run; with others it may be held."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Replanner:
             why = f"{_nodes(nodes)}: {found[1]} is the planner's best for the same batch{left}"
             best = found[0], Choice(used, ranks, str(found[1]), why)
         if best is None:
-            raise UserError(
+            raise TooFew(
                 f"{_nodes(nodes)} with {self._ranks} ranks each cannot hold {self._run.model.name} at global_batch="
                 f"{self._run.training.global_batch}; use more nodes or another global_batch"
             )
@@ -95,15 +101,28 @@ class Replanner:
             fp8_scaling=run.training.fp8_scaling,
             fp8_experts=run.training.fp8_experts,
         )
-        scores = search(question, nodes * ranks, keep=CANDIDATES)
-        for index in range(len(scores.space)):
-            layout = scores.space.layout(index)
-            try:
-                check_supported(replace(run, layout=layout))
-            except UserError:
-                continue
-            return float(scores.seconds[index]), layout
+        for batch in batches_to_plan(run):
+            keep = CANDIDATES if batch == run.training.batch_sizes.divisor else OF_A_RAMP
+            scores = search(replace(question, global_batch=batch), nodes * ranks, keep=keep)
+            for index in range(len(scores.space)):
+                layout = scores.space.layout(index)
+                if trains(run, layout):
+                    return float(scores.seconds[index]) * run.training.global_batch / batch, layout
         return None
+
+
+def batches_to_plan(run: Run) -> tuple[int, ...]:
+    """A layout for the whole batch need not divide the smaller ones of a ramp; one for the second of these does."""
+    return tuple(dict.fromkeys((run.training.global_batch, run.training.batch_sizes.divisor)))
+
+
+def trains(run: Run, layout: Layout) -> bool:
+    """Whether the engine trains the run so."""
+    try:
+        check_supported(replace(run, layout=layout))
+    except UserError:
+        return False
+    return True
 
 
 def cluster_here(run: Run, on_cpu: bool = False) -> ClusterSpec:

@@ -9,13 +9,14 @@ from dataclasses import replace
 from shlex import quote
 
 from cuboid.errors import UserError
+from cuboid.planning.heterogeneous import Machines, predict_job
 from cuboid.planning.heterogeneous_file import AGAIN, node_groups, planned_machines, planned_nodes
 from cuboid.planning.heterogeneous_search import heterogeneous_job
 from cuboid.planning.question import resized_cluster
-from cuboid.resilience.replan import Choice, Replanner
+from cuboid.resilience.replan import Choice, Replanner, TooFew, batches_to_plan, trains
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.groups import Group
-from cuboid.spec.run import Run, check_supported
+from cuboid.spec.run import Run
 
 MARK = "@"
 Members = tuple[str, ...]
@@ -26,8 +27,8 @@ def node_name(group: str, name: str) -> str:
     return f"{group}{MARK}{name}" if group else name
 
 
-def check_group(run: Run, group: str | None, nodes: int | None) -> None:
-    """Refuses a node that says no group where the plan has several, or another one."""
+def check_group(run: Run, group: str | None, nodes: int, ranks: int) -> None:
+    """Refuses a node that says no group where the plan has several, or another one. `ranks`: on each node."""
     planned = planned_nodes(run)
     if planned is None:
         if group is not None:
@@ -46,6 +47,10 @@ def check_group(run: Run, group: str | None, nodes: int | None) -> None:
     if nodes != len(planned):
         counts = " and ".join(f"{count} of {name}" for name, count in Counter(planned).items())
         raise UserError(f"nodes={nodes} are not the {len(planned)} of the plan, {counts}; use --nodes {len(planned)}")
+    if ranks * nodes != run.layout.world_size:
+        raise UserError(
+            f"ranks-per-node={ranks} are not the {run.layout.world_size // nodes} of the plan; omit --ranks-per-node"
+        )
 
 
 class GroupReplanner:
@@ -67,7 +72,8 @@ class GroupReplanner:
         return arranged
 
     def _arrange(self, nodes: Sequence[str]) -> tuple[Choice, Members]:
-        came = [node.rpartition(MARK)[0] for node in nodes]
+        nodes = self._taken(nodes)
+        came = [_group(node) for node in nodes]
         there, wanted = Counter(came), Counter(self._planned)
         first = came[0]
         if not wanted - there and self._planned[0] == first:
@@ -80,6 +86,17 @@ class GroupReplanner:
             self._known[key] = self._best(dict(key), first)
         choice, order = self._known[key]
         return choice, _members(nodes, order)
+
+    def _taken(self, nodes: Sequence[str]) -> list[str]:
+        """As many as the plan has: the leader, those that the plan asks for, then others; who came first first."""
+        room, chosen = Counter(self._planned), [0]
+        room[_group(nodes[0])] -= 1
+        for place in range(1, len(nodes)):
+            if room[_group(nodes[place])] > 0:
+                room[_group(nodes[place])] -= 1
+                chosen.append(place)
+        others = [place for place in range(len(nodes)) if place not in chosen]
+        return [nodes[place] for place in sorted([*chosen, *others][: len(self._planned)])]
 
     def _refuse(self, there: Counter[str], wanted: Counter[str], first: str) -> None:
         if wanted - there:
@@ -103,23 +120,30 @@ class GroupReplanner:
                 for group in machines.groups.groups
                 if group.name in names
             )
-            spec = replace(machines.groups, groups=groups)
+            sites = {group.site for group in groups}
+            links = tuple(link for link in machines.groups.links if sites.issuperset(link.between))
+            spec = replace(machines.groups, groups=groups, links=links)
             asked = [
                 replace(question, cluster=group.cluster)
                 for group, question in zip(groups, machines.questions, strict=False)
             ]
-            job = heterogeneous_job(spec, asked, run.training.global_batch, first=names.index(first))
-            if job is not None:
-                check_supported(replace(run, layout=job.layout))
+            for batch in batches_to_plan(run):
+                job = heterogeneous_job(spec, asked, batch, first=names.index(first))
+                if job is None or not trains(run, job.layout):
+                    continue
+                seconds = predict_job(Machines(spec, tuple(asked)), job.layout, job.lines).step_seconds
                 order = [names[group] for group in node_groups(job.layout, job.lines, self._ranks)]
                 why = f"{told}: {job.layout} is the planner's best for the same batch"
-                found.append((job.step_seconds, Choice(len(order), self._ranks, str(job.layout), why), order))
+                found.append((seconds, Choice(len(order), self._ranks, str(job.layout), why), order))
+                break
         cluster = next(group.cluster for group in machines.groups.groups if group.name == first)
         try:
             choice, seconds = Replanner(run, self._ranks, cluster).best(counts[first])
-        except UserError:
+        except TooFew:
             if not found:
-                raise
+                raise TooFew(
+                    f"{told} cannot hold {run.model.name} at global_batch={run.training.global_batch}"
+                ) from None
         else:
             found.append((seconds, choice, [first] * choice.nodes))
         _, choice, order = min(found, key=lambda each: each[0])
@@ -134,5 +158,9 @@ class GroupReplanner:
 
 def _members(nodes: Sequence[str], order: Sequence[str]) -> Members:
     """Nodes in the order of their groups, who came first first."""
-    left = {name: [node for node in nodes if node.rpartition(MARK)[0] == name] for name in set(order)}
+    left = {name: [node for node in nodes if _group(node) == name] for name in set(order)}
     return tuple(left[name].pop(0) for name in order)
+
+
+def _group(node: str) -> str:
+    return node.rpartition(MARK)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 
 from cuboid.errors import UserError
 
@@ -26,6 +27,11 @@ class Ramp:
                 return number
             batch -= batches
         return self.last
+
+    @property
+    def divisor(self) -> int:
+        """The largest number that all of them divide by."""
+        return gcd(self.last, *(number for number, _ in self.stages))
 
     def sum_before(self, batch: int) -> int:
         """Over all batches before this one."""

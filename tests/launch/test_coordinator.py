@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cuboid.launch.coordinator import Coordinator, Order, Rules, Status
 from cuboid.resilience.rebalance import Balance, Pace
-from cuboid.resilience.replan import Choice
+from cuboid.resilience.replan import Choice, TooFew
 from cuboid.spec.layout import Layout
 
 
@@ -25,13 +25,19 @@ class Story:
             self.failures.append(failure)  # type: ignore[arg-type]
             return self.verdict
 
-        def choose(nodes: int) -> Choice:
-            return Choice(nodes, ranks, f"dp={nodes * ranks}", f"{nodes} nodes")
+        self.fewest, self.plans = 0, True
+
+        def arrange(there: tuple[str, ...]) -> tuple[Choice, tuple[str, ...]] | None:
+            members = there[:most]
+            if len(members) < self.fewest:
+                raise TooFew(f"{len(members)} nodes cannot hold it")
+            nodes = len(members)
+            return (Choice(nodes, ranks, f"dp={nodes * ranks}", f"{nodes} nodes"), members) if self.plans else None
 
         rules = Rules(least, most, lost_after=10.0, gather=gather, patience=600.0)
         self.room = True
         self.coordinator = Coordinator(
-            "a", rules, choose, judge, lambda: self.checkpoint, number=7, has_room=lambda: self.room
+            "a", rules, arrange, judge, lambda: self.checkpoint, number=7, has_room=lambda: self.room
         )
         self.coordinator.meet_at("10.0.0.1", 4000)
 
@@ -214,6 +220,30 @@ def test_nobody_trains_while_the_disk_of_the_run_is_full() -> None:
     assert story.passes(2).task == "train"
 
 
+def test_nodes_that_cannot_hold_the_run_wait_for_others() -> None:
+    story = training("a", "b", "c")
+    story.fewest, story.silent = 3, {"c"}
+    order = story.passes(30)
+    assert (order.task, order.reason) == ("wait", "2 nodes cannot hold it; waiting for others")
+    assert story.passes(400).number == order.number, "it is said once"
+    story.silent.clear()
+    assert story.passes(5).members == ("a", "b", "c")
+    story.silent = {"c"}
+    order = story.passes(700)
+    assert (order.task, order.status) == ("end", 1)
+    assert order.reason == "2 nodes cannot hold it; no others came in 600 s"
+
+
+def test_nodes_are_heard_while_it_is_planned_for_them() -> None:
+    story = training("a", "b", "c")
+    story.plans, story.silent = False, {"c"}
+    assert story.passes(100).task == "wait" and len(story.failures) == 1
+    story.silent = {"b", "c"}  # while it is planned for a and b
+    story.passes(20)
+    story.silent, story.plans = {"b"}, True
+    assert story.passes(3).members == ("a", "c")
+
+
 def slow_story() -> Story:
     """Two nodes; the second is slow where parts are equal."""
     story = Story(2, 2, 1)
@@ -268,3 +298,18 @@ def test_a_moment_of_slowness_changes_nothing_and_a_failure_ends_it() -> None:
     story.passes(1)
     story.states["b"] = ""
     assert story.passes(3).layout == "dp=2"
+
+
+def test_a_layout_that_needs_too_much_memory_is_given_up_for_good() -> None:
+    """The user did not ask for it, so it is none of his to mend."""
+    story = slow_story()
+    windows(story, 2.0, 2.0)
+    story.checkpoint = 5
+    assert story.passes(5).layout == "dp=2,tp=1,pp=1,batch_weights=2:1"
+    story.states["b"] = "refused"
+    story.passes(1)
+    story.states["b"] = ""
+    assert story.passes(3).layout == "dp=2"
+    windows(story, 2.0, 2.0)
+    story.checkpoint = 10
+    assert windows(story, 2.0, 2.0).task == "train" and story.passes(5).layout == "dp=2"

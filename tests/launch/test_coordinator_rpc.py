@@ -18,8 +18,8 @@ from cuboid.secure_channel import greet
 SECRET = b"what the supervisors of one job know"
 
 
-def choose(nodes: int) -> Choice:
-    return Choice(nodes, 1, f"dp={nodes}", f"{nodes} nodes")
+def arrange(there: tuple[str, ...]) -> tuple[Choice, tuple[str, ...]]:
+    return Choice(len(there), 1, f"dp={len(there)}", f"{len(there)} nodes"), there
 
 
 class Office:
@@ -28,7 +28,7 @@ class Office:
         listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = Endpoint(*listener.getsockname()[:2])
         rules = Rules(2, 2, lost_after=60.0, gather=60.0, patience=600.0)
-        coordinator = Coordinator("a", rules, choose, lambda *_: "", lambda: 0, number=1)
+        coordinator = Coordinator("a", rules, arrange, lambda *_: "", lambda: 0, number=1)
         self.desk = CoordinatorServer(listener, SECRET, coordinator, "the run", self.said.append)
         self.desk.meet_at("127.0.0.1", 1)
         self.contacts: list[CoordinatorClient] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,6 +71,14 @@ def test_layers_of_a_rank_are_shared_by_its_stages() -> None:
     assert found is not None
     assert (found.layout.layers, found.layout.stages_of(0)) == ((3, 1, 1, 3), (0, 3))
     assert balance(run, Layout.parse("pp=2,layers=4:4"), 2, paces(1.0)) is None, "both on one node"
+
+
+def test_layers_that_are_recomputed_stay_within_the_longest_stage() -> None:
+    run = run_of("pp=2,layers=6:2,recompute=full,recompute_layers=5")
+    found = balance(run, run.layout, 1, paces(3.0, 1.0))
+    assert found is not None
+    assert (found.layout.layers, found.layout.recompute_layers) == ((4, 4), 0)
+    assert replace(run, layout=found.layout).layout == found.layout
 
 
 def test_replicas_in_step_get_larger_micro_batches_but_not_much_larger() -> None:

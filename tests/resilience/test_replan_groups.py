@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations_with_replacement
+
 import pytest
 
 from cuboid.errors import UserError
 from cuboid.planning.heterogeneous import Line, Machines, predict_job
 from cuboid.planning.heterogeneous_file import job_run, planned_lines, planned_machines
 from cuboid.planning.question import Question
+from cuboid.resilience.replan import TooFew
 from cuboid.resilience.replan_groups import GroupReplanner, node_name
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.groups import Group, Groups, SiteLink
@@ -16,11 +20,14 @@ from cuboid.spec.model import load_model
 from cuboid.spec.run import Run
 
 
-def planned(layout: str, line: Line, **kinds: str) -> Run:
+def planned(layout: str, line: Line, sites: tuple[str, ...] = (), **kinds: str) -> Run:
+    sites = sites or ("lab",) * len(kinds)
+    pairs = combinations_with_replacement(dict.fromkeys(sites), 2)
+    named = zip(kinds.items(), sites, strict=True)
     groups = Groups(
         name="lab",
-        groups=tuple(Group(name=name, site="lab", cluster=load_cluster(kind)) for name, kind in kinds.items()),
-        links=(SiteLink(between=("lab", "lab"), bandwidth_gbit=1600.0, latency_ms=0.02),),
+        groups=tuple(Group(name=name, site=site, cluster=load_cluster(kind)) for (name, kind), site in named),
+        links=tuple(SiteLink(between=pair, bandwidth_gbit=1600.0, latency_ms=0.02) for pair in pairs),
     )
     model = load_model("llama3-8b")
     asked = tuple(Question(model=model, cluster=g.cluster, global_batch=128, sequence=4096) for g in groups.groups)
@@ -82,6 +89,36 @@ def test_a_job_that_trains_is_not_ended_by_a_node_of_another_group(run: Run) -> 
     there = nodes("old", "old", "new", "old")
     choice, members = replanner.arrange(there)
     assert members[0] == there[0] and len(members) == choice.nodes
+
+
+def test_a_node_that_the_plan_lacks_is_used_before_one_more_of_another_group(run: Run) -> None:
+    there = nodes("old", "new", "new", "new", "old")
+    choice, members = GroupReplanner(run, 8, lambda: True).arrange(there)
+    assert choice.layout == str(run.layout)
+    assert members == (there[0], there[4], there[1], there[2])
+
+
+def test_every_batch_of_a_ramp_divides(run: Run) -> None:
+    """The best layout for the whole batch has 16 parts or more."""
+    ramped = replace(run, layout=Layout.parse("dp=4,pp=8,tp=1"), training=replace(run.training, batch_ramp="4x10"))
+    for came in (("old", "new", "new"), ("new", "new")):
+        choice, _ = GroupReplanner(ramped, 8, lambda: True).arrange(nodes(*came))
+        trained = replace(ramped, layout=Layout.parse(choice.layout))
+        assert trained.layout.world_size == choice.ranks * choice.nodes
+
+
+def test_a_job_outlives_a_whole_site() -> None:
+    sites = ("here", "there", "far")
+    run = planned("dp=8,pp=3,zero=1", Line((0, 1, 2), 8), sites, one="h100x8", two="a100x8", three="l40sx8")
+    there = nodes("one", "two")
+    choice, members = GroupReplanner(run, 8, lambda: True).arrange(there)
+    assert members[0] == there[0] and len(members) == choice.nodes
+
+
+def test_nodes_that_cannot_hold_the_model_are_too_few() -> None:
+    run = planned("dp=8,pp=3,zero=1", Line((0, 0, 1), 8), small="v100-16gx16", large="h100x8")
+    with pytest.raises(TooFew, match="1 node of small cannot hold llama3-8b at global_batch=128"):
+        GroupReplanner(run, 1, lambda: True).arrange(nodes("small"))
 
 
 def test_a_node_with_more_accelerators_counts_as_several() -> None:
