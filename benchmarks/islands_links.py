@@ -26,7 +26,7 @@ from hosts import Hosts, bytes_per_second
 from islands_jobs import command, environment, finish, options_of, rows, rows_of, tell
 
 from cuboid.cost.rounds import predict_computing
-from cuboid.spec.island_homes import wire_bytes
+from cuboid.spec.block_owners import wire_bytes
 from cuboid.spec.run import Run, build_run
 
 LATENCY = 5e-5

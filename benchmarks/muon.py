@@ -38,7 +38,7 @@ from cuboid.data.source import make_source
 from cuboid.parallel.parallelize import build_engine
 from cuboid.probe.expected import expected
 from cuboid.spec.cluster import load_cluster
-from cuboid.spec.homes import arithmetic, stage_buckets
+from cuboid.spec.matrix_owners import arithmetic, stage_buckets
 from cuboid.spec.run import Run, build_run
 from cuboid.training.cuda_graphs import make_passes
 from cuboid.training.optimizer import Optimizer

@@ -1,7 +1,7 @@
-"""What Muon costs beside AdamW: arithmetic at the homes of matrices, their way there and back, and the memory of both.
+"""What Muon costs beside AdamW: arithmetic by the owners of matrices, their way there and back, and the memory of both.
 
-Which matrix has which home is exact in `spec.homes`; a search over many layouts takes the mean home here, and no less
-than the largest matrix."""
+Which matrix has which owner is exact in `spec.matrix_owners`; a search over many layouts takes the mean owner here, and
+no less than the largest matrix."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cuboid.cost.compute import attention_parameters, feed_forward_parameters
 from cuboid.cost.constants import Chip, Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape, pick
 from cuboid.cost.sharding import RankParameters, dense_layers_of, owned_parameters
-from cuboid.spec.homes import BUCKET
+from cuboid.spec.matrix_owners import BUCKET
 
 COPIES = 10.0
-"""So many times the elements of a home's matrices are there at once: sent, received, whole, in a batch, and what the
+"""So many times the elements of an owner's matrices are there at once: sent, received, whole, in a batch, and what the
 iterations work with."""
 
 
@@ -36,7 +36,7 @@ class Work:
     mixture: Array
     """Of a layer with experts, these included."""
     largest: Array
-    """Of the one that takes longest, which has one home."""
+    """Of the one that takes longest, which has one owner."""
     elements: Array
     """Of that one."""
 
@@ -124,7 +124,7 @@ def matrix_time(
 
 
 def matrix_bytes(shape: Shape, jobs: Jobs, engine: Engine, layers: Array, first: Array) -> Array:
-    """Bytes on a home while it orthogonalises a bucket: at least a layer of all ranks."""
+    """Bytes on an owner while it orthogonalises a bucket: at least a layer of all ranks."""
     if not engine.matrix_steps:
         return np.zeros(())
     whole = matrices(shape, Jobs.make(**_alone(jobs)), layers, first).total

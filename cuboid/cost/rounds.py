@@ -27,7 +27,7 @@ class IslandTimes:
 
     step: float
     encode: float = 0.0
-    """Between two steps: bring a fragment home and encode it."""
+    """Between two steps: bring a fragment to its owners and encode it."""
     outer: float = 0.0
     """In the thread, beside the training: decode and step."""
     apply: float = 0.0

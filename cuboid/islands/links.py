@@ -1,5 +1,5 @@
-"""What homes of one island ask those of another, over TCP between processes that know the job's secret: the blocks that
-an island sends in a round, or its outer weights and momentum, for one that joins.
+"""What owners of one island ask those of another, over TCP between processes that know the job's secret: the blocks
+that an island sends in a round, or its outer weights and momentum, for one that joins.
 
 Whoever needs blocks asks for them, and after a broken connection for those that are still missing. So nothing is sent
 twice, nobody keeps more than a few rounds, and an island that is gone is missed by those who ask."""
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cuboid.secure_channel import Channel, Door, greet
-from cuboid.spec.island_homes import ANSWER, FRAME, PART, REQUEST, Blocks
+from cuboid.spec.block_owners import ANSWER, FRAME, PART, REQUEST, Blocks
 
 PURPOSE = "islands"
 ASK = struct.Struct("<4sIQIIQ")
@@ -112,7 +112,7 @@ class Outbox:
 
 
 class LinkServer:
-    """Answers homes of other islands."""
+    """Answers owners of other islands."""
 
     def __init__(self, address: str, secret: bytes, outbox: Outbox, counts: Counts) -> None:
         self._outbox, self._counts = outbox, counts
@@ -163,7 +163,7 @@ class LinkServer:
 
 
 class Link:
-    """To one home of another island; used by one thread at a time."""
+    """To one owner of another island; used by one thread at a time."""
 
     def __init__(self, host: str, port: int, secret: bytes, counts: Counts) -> None:
         self._host, self._port, self._secret, self._counts = host, port, secret, counts

@@ -1,8 +1,8 @@
-"""The outer weights and momentum of what is at home at a rank, in CPU memory: what the islands agree on.
+"""The outer weights and momentum of what a rank owns, in CPU memory: what the islands agree on.
 
-A synchronisation of a fragment takes the weights home, encodes how far they have come from the outer ones, and steps
-with the mean over islands. All islands add the same bytes in the same order, so their outer weights are equal to the
-bit, though other ranks keep them."""
+A synchronisation of a fragment sends the weights to their owners, encodes how far they have come from the outer ones,
+and steps with the mean over islands. All islands add the same bytes in the same order, so their outer weights are equal
+to the bit, though other ranks keep them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from cuboid.checkpoint.shards import ShardedTensor, TensorSlice, slices_of_range
 from cuboid.islands.wire import decode, encode
 from cuboid.parallel.collectives import all_reduce
-from cuboid.parallel.home_route import Pair, Route
+from cuboid.parallel.owner_route import Pair, Route
 from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.zero import OptimizerShard, Unit
-from cuboid.spec.homes import stage_size
-from cuboid.spec.island_homes import Chunk, stage_chunks
+from cuboid.spec.block_owners import Chunk, stage_chunks
 from cuboid.spec.islands import BLOCK, fragments_of
+from cuboid.spec.matrix_owners import stage_size
 from cuboid.spec.sharding import TIED
 
 WEIGHTS, MOMENTUM, ERROR = "outer", "outer_momentum", "outer_error"
@@ -31,7 +31,7 @@ Weighted = Sequence[tuple[float, Tensor]]
 
 @dataclass
 class Sent:
-    """What an island contributes of a fragment, at one home."""
+    """What an island contributes of a fragment, at one owner."""
 
     wire: Tensor
     """(blocks, bytes)."""
@@ -41,7 +41,7 @@ class Sent:
 
 @dataclass
 class OuterFragment:
-    """Of one fragment what is at home here."""
+    """Of one fragment what this rank owns."""
 
     route: Route
     chunks: list[Chunk]
@@ -71,7 +71,7 @@ class OuterState:
         everywhere = stage_chunks(run, fragment, groups.coordinates.pp)
         route = Route(tuple(chunk.matrix for chunk in everywhere), groups.stage)
         here = groups.world.index % stage_size(run.layout)
-        chunks = [chunk for chunk in everywhere if chunk.matrix.home == here]
+        chunks = [chunk for chunk in everywhere if chunk.matrix.owner == here]
         places, total = [], 0
         for chunk in chunks:
             places.append(total)
@@ -95,7 +95,7 @@ class OuterState:
                 if other is not None:
                     other.zero_()
 
-    # Between ranks and homes.
+    # Between ranks and owners.
 
     def _shards(self, fragment: int) -> dict[str, tuple[Unit, OptimizerShard]]:
         """What this rank keeps of a fragment."""
@@ -111,7 +111,7 @@ class OuterState:
         return stage_chunks(self.engine.run, fragment, self.engine.groups.coordinates.pp)
 
     def collect(self, fragment: int) -> Tensor:
-        """The weights as they are now of what is at home here, (blocks, 256) in CPU memory."""
+        """The weights as they are now of what this rank owns, (blocks, 256) in CPU memory."""
         own, shards = self._fragments[fragment], self._shards(fragment)
         masters = {name: shard.master for name, (_, shard) in shards.items()}
         packed = [_part(masters[pair[0].parameter], pair, shards[pair[0].parameter][1]) for pair in own.route.sent]
@@ -130,7 +130,8 @@ class OuterState:
         return blocks
 
     def spread(self, fragment: int, blocks: Tensor) -> dict[str, Tensor]:
-        """Numbers at home, (blocks, 256) in CPU memory, to all ranks that keep the elements: flat, by parameter."""
+        """Numbers that this rank owns, (blocks, 256) in CPU memory, to all ranks that keep the elements: flat, by
+        parameter."""
         own, shards = self._fragments[fragment], self._shards(fragment)
         whole = {}
         for chunk, place in zip(own.chunks, own.places, strict=True):
@@ -153,7 +154,7 @@ class OuterState:
         return found | self._tied(fragment, found)
 
     def _tied(self, fragment: int, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The last stage has a copy of a tied embedding, split alike, and no home of it."""
+        """The last stage has a copy of a tied embedding, split alike, and no owner of it."""
         group, fragments = self.engine.groups.embedding, self.spec.fragments
         if group is None or TIED not in _names(self.engine, fragment, fragments):
             return {}
@@ -177,7 +178,7 @@ class OuterState:
         return Sent(wire, moved.sub_(decode(wire, self.spec.bits, self.dtype)))
 
     def step(self, round_: int, sent: Weighted, own: Sent | None) -> tuple[float, float]:
-        """The outer optimizer's step with the mean; returns, of what is at home here, the sum of squares of that, and
+        """The outer optimizer's step with the mean; returns, of what this rank owns, the sum of squares of that, and
         the mean one of what islands are away from it. `own`: what this island has sent, where it is in the mean. In CPU
         memory; may run in a thread beside the training."""
         state, total = self._fragments[self.spec.fragment_of(round_)], sum(weight for weight, _ in sent)
@@ -227,7 +228,7 @@ class OuterState:
     # Checkpoints.
 
     def state(self) -> dict[str, ShardedTensor]:
-        """What is at home here, under the names of the parameters."""
+        """What is owned by this rank, under the names of the parameters."""
         found: dict[str, ShardedTensor] = {}
         for own in self._fragments:
             kept = ((WEIGHTS, own.weights), (MOMENTUM, own.momentum), (ERROR, own.error))

@@ -1,4 +1,5 @@
-"""The other islands, as one rank asks them for blocks of a fragment: each of their ranks for what both have at home."""
+"""The other islands, as one rank asks them for blocks of a fragment: each of their ranks for the blocks that both
+own."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from cuboid.islands.links import Counts, Link
-from cuboid.spec.island_homes import overlap, runs_of_blocks
+from cuboid.spec.block_owners import overlap, runs_of_blocks
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
 
 AT_ONCE = 16
-"""Homes of other islands that are asked at once, at most."""
+"""Owners of other islands that are asked at once, at most."""
 
 
 class Peers:
@@ -26,7 +27,7 @@ class Peers:
         self.known: dict[int, dict[str, Any]] = {}
         """Layouts and addresses of islands."""
         self.blocks = [runs_of_blocks(run, each, rank) for each in range(run.islands.fragments)]
-        """Of each fragment what is at home here."""
+        """Of each fragment what this rank owns."""
         self._runs: dict[tuple[int, str], Run] = {}
         self._links: dict[tuple[str, int], Link] = {}
 
@@ -43,7 +44,7 @@ class Peers:
         wanted: Callable[[], bool],
         patience: float,
     ) -> list[Callable[[], list[int]]]:
-        """For each rank of another island that has some of what is at home here."""
+        """For each rank of another island that has some of what this rank owns."""
         other, addresses = self._run_of(number), self.known[number]["addresses"]
         own = self.blocks[fragment]
         places, before = [], 0

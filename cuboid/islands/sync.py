@@ -81,7 +81,7 @@ class Synchronised:
     waited: float
     """Seconds for which the training waited for it."""
     square: float
-    """Of the mean over islands, of what is at home here, the sum of squares."""
+    """Of the mean over islands, of what this rank owns, the sum of squares."""
     spread: float
     """The same of what islands are away from the mean, on average."""
 
@@ -357,7 +357,7 @@ class Islands:
             state.tokens -= job.tokens
 
     def _fetch(self, job: InFlight, news: News, wires: dict[int, Tensor]) -> bool:
-        """What each member sent of the blocks that are at home here; whether all of it is."""
+        """What each member sent of the blocks that this rank owns; whether all of it is."""
         fragment = self.spec.fragment_of(job.round)
         if job.sent is not None:
             wires[self.site.number] = job.sent.wire

@@ -1,5 +1,5 @@
 """Blocks of numbers as bytes for the slow link, and back: in 32, 16, 8 or 4 bits. A block is rounded by itself, so it
-comes out the same wherever it is at home."""
+comes out the same whichever rank owns it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEVELS = {8: 127, 4: 7}
 
 def encode(values: Tensor, bits: int) -> Tensor:
     """(blocks, 256) numbers as (blocks, bytes)."""
-    if not len(values):  # a home may have nothing of a fragment
+    if not len(values):  # an owner may have nothing of a fragment
         return torch.empty(0, BLOCK * bits // 8 + (4 if bits < 16 else 0), dtype=torch.uint8)
     if bits == 32:
         return values.contiguous().view(torch.uint8)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from math import lcm, prod
 
-from cuboid.spec.homes import sent_elements, stage_size, wire_precision
 from cuboid.spec.layout import V_SHAPED, Recompute
+from cuboid.spec.matrix_owners import sent_elements, stage_size, wire_precision
 from cuboid.spec.partition import held_layers
 from cuboid.spec.plugin import PythonModelSpec, SegmentRun
 from cuboid.spec.ranks import coordinates, shard_weights
@@ -436,7 +436,7 @@ def _matrices(step: RankStep) -> Iterator[Collective]:
         return
     element = ELEMENT[wire_precision(step.run)]
     for sent in sent_elements(step.run, step.rank):
-        for elements, way in zip(sent, ("to their homes", "back from them"), strict=True):
+        for elements, way in zip(sent, ("to their owners", "back from them"), strict=True):
             what = f"matrices {way}: {element} bytes × {elements:,}"
             yield Collective("stage", "all-to-all", stage_size(step.layout), 1, element * elements, what)
     model = step.model

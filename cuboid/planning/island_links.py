@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from cuboid.cost.rounds import transfer_seconds
+from cuboid.spec.block_owners import ANSWER, FRAME, REQUEST, messages, runs_of_ranks
 from cuboid.spec.groups import Group, Groups
-from cuboid.spec.island_homes import ANSWER, FRAME, REQUEST, messages, runs_of_ranks
 from cuboid.spec.islands import IslandsSpec, fragments_of
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.run import Run
@@ -31,7 +31,7 @@ class Sent:
 
 
 def sent_between(run: Run, other: Run, fragment: int) -> Sent:
-    """The sum over all ranks of what `island_homes.wire_bytes` says of one."""
+    """The sum over all ranks of what `block_owners.wire_bytes` says of one."""
     size = run.islands.block_bytes(run.training.weights)
     here, there = _homes(run, fragment), _homes(other, fragment)
     total, pairs = 0, set()

@@ -44,7 +44,7 @@ DELAYS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 LATEST = 4
 """A delay is at most this fraction of the interval: what is mixed in later is old."""
 
-# Seconds of one core for each number at home, measured with the engine's own operations.
+# Seconds of one core for each number that a rank owns, measured with the engine's own operations.
 ENCODE = {32: 3e-9, 16: 3e-9, 8: 8.5e-9, 4: 10.7e-9}
 """Subtract, round, and keep what rounding lost: between two steps."""
 DECODE, STEP = 21e-9, 14.5e-9
@@ -343,7 +343,7 @@ def _hidden(timeline: Timeline, spec: IslandsSpec) -> float:
 
 
 def island_times(plan: Plan, spec: IslandsSpec) -> IslandTimes:
-    """What a round costs one island: its numbers travel to their homes, to CPU memory, and back."""
+    """What a round costs one island: its numbers travel to their owners, to CPU memory, and back."""
     question = plan.question
     machine = question.machine
     numbers = question.model.parameters / spec.fragments / plan.layout.world_size

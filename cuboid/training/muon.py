@@ -1,9 +1,9 @@
 """Muon on the matrices of blocks, on any layout.
 
 Each rank moves the momentum of the elements it keeps, as ZeRO splits them. What is to be orthogonalised then travels to
-the home of its matrix (`spec.homes`), is orthogonalised there once, and travels back to all who keep elements of it.
-Matrices travel in buckets: while one is orthogonalised, the next is on its way and the one before travels back. None
-travels before the backward pass has ended, because clipping needs the norm of the whole gradient first."""
+the owner of its matrix (`spec.matrix_owners`), is orthogonalised there once, and travels back to all who keep elements
+of it. Matrices travel in buckets: while one is orthogonalised, the next is on its way and the one before travels back.
+None travels before the backward pass has ended, because clipping needs the norm of the whole gradient first."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from cuboid.kernels.newton_schulz import orthogonalize
 from cuboid.parallel.collectives import Pending
-from cuboid.parallel.home_route import Route
+from cuboid.parallel.owner_route import Route
 from cuboid.parallel.parallelize import DTYPES, Engine
 from cuboid.parallel.zero import OptimizerShard, Unit
-from cuboid.spec.homes import Matrix, stage_buckets, wire_precision
+from cuboid.spec.matrix_owners import Matrix, stage_buckets, wire_precision
 from cuboid.spec.optimizer import OptimizerSpec
 from cuboid.training.adamw import Elements, read_master, write_master
 from cuboid.training.own_optimizer import MatrixFunction, load_matrix_function
@@ -51,16 +51,16 @@ class MuonState:
             for shard in unit.optimizer_shards()
             if shard.part.name in self.names
         }
-        homed = [matrix for route in self._routes for matrix in route.own] if self._spec.normuon else []
+        owned = [matrix for route in self._routes for matrix in route.own] if self._spec.normuon else []
         self._squares = {
             (matrix.parameter, matrix.runs): torch.zeros(
                 matrix.rows, dtype=engine.units[0].accumulate, device=engine.device
             )
-            for matrix in homed
+            for matrix in owned
         }
-        """Of NorMuon: the mean square of each row, kept at the home of its matrix."""
+        """Of NorMuon: the mean square of each row, kept by the owner of its matrix."""
         shapes = {part.name: part.full_shape for unit in engine.units for part in unit.parts}
-        self._heights = {matrix.parameter: math.prod(shapes[matrix.parameter][:-1]) for matrix in homed}
+        self._heights = {matrix.parameter: math.prod(shapes[matrix.parameter][:-1]) for matrix in owned}
 
     @property
     def device_bytes(self) -> int:
@@ -71,8 +71,8 @@ class MuonState:
         return {"momentum_buffer": self._momentum[shard.part.name]}
 
     def rows(self) -> Iterator[tuple[str, int, list[tuple[int, Tensor]]]]:
-        """What is kept by row, of each matrix at its home: the parameter's name, its number of rows, and from which row
-        on each tensor holds them."""
+        """What is kept by row, of each matrix by its owner: the parameter's name, its number of rows, and from which
+        row on each tensor holds them."""
         found: dict[str, list[tuple[int, Tensor]]] = {}
         for (name, runs), squares in self._squares.items():
             parts = torch.split(squares, [stop - start for start, stop in runs])
@@ -116,7 +116,7 @@ class MuonState:
                 del returning
 
     def _send(self, route: Route, shards: dict[str, OptimizerShard], numbers: Tensor) -> Pending:
-        """Move the momentum of a bucket's matrices, and send home what comes of it."""
+        """Move the momentum of a bucket's matrices, and send to the owner what comes of it."""
         lead, held = _passes(self._compiled)[0], (self._spec.momentum, self._spec.nesterov, self._wire)
         # A parameter's matrices are all in one bucket, so each momentum moves once.
         moved = {
@@ -130,7 +130,7 @@ class MuonState:
         return route.start(packed, numbers.to(self._wire), back=False)
 
     def _orthogonalize(self, route: Route, received: Tensor, finite: Tensor) -> Pending:
-        """The matrices that are at home here, each once."""
+        """The matrices that this rank owns, each once."""
         whole = {id(matrix): received.new_empty(matrix.rows * matrix.columns) for matrix in route.own}
         parts = torch.split(received, [span.size for _, span in route.received])
         for (matrix, span), values in zip(route.received, parts, strict=True):

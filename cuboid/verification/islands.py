@@ -15,7 +15,7 @@ from cuboid.islands.outer import OuterState
 from cuboid.islands.sync import Islands, Site
 from cuboid.parallel.device import joined_device
 from cuboid.parallel.parallelize import Engine, build_engine
-from cuboid.spec.island_homes import wire_bytes
+from cuboid.spec.block_owners import wire_bytes
 from cuboid.spec.islands import BLOCK, fragments_of
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run

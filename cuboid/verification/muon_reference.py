@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cuboid.model.attention import Attention, HeadPeaks
 from cuboid.model.linear import Linear
 from cuboid.model.mla import MultiLatentAttention
-from cuboid.spec.homes import Rows, is_muon, matrices_of, wire_precision
+from cuboid.spec.matrix_owners import Rows, is_muon, matrices_of, wire_precision
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import units
 from cuboid.training.own_optimizer import load_matrix_function

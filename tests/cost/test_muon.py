@@ -1,4 +1,4 @@
-"""What Muon costs, beside what the homes of matrices say exactly."""
+"""What Muon costs, beside the exact counts of `spec.matrix_owners`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from cuboid.cost.muon import matrices, matrix_time, work
 from cuboid.cost.sharding import owned_parameters
 from cuboid.cost.step import step_time
 from cuboid.spec.cluster import load_cluster
-from cuboid.spec.homes import Matrix, arithmetic, stage_buckets
 from cuboid.spec.layout import Layout
+from cuboid.spec.matrix_owners import Matrix, arithmetic, stage_buckets
 from cuboid.spec.model import load_model
 from cuboid.spec.run import build_run
 
@@ -24,7 +24,7 @@ SEQUENCE = 2048
 NONE = number(0)
 
 
-def homes(model: str, layout: str) -> list[Matrix]:
+def owners(model: str, layout: str) -> list[Matrix]:
     training = {"global_batch": 64, "sequence": SEQUENCE}
     run = build_run({"model": model, "layout": layout, "optimizer": {"kind": "muon"}, "training": training})
     return [matrix for bucket in stage_buckets(run, 0) for matrix in bucket]
@@ -42,7 +42,7 @@ def engine(name: str = "h100-80gx64", muon: bool = True) -> Engine:
 @pytest.mark.parametrize("model", MODELS)
 def test_arithmetic_is_that_of_every_matrix(model: str) -> None:
     shape = Shape.of(load_model(model))
-    found = homes(model, "dp=1")
+    found = owners(model, "dp=1")
     each = work(shape, 5)
     dense = float(shape.dense_layers)
     total = dense * each.dense + (float(shape.layers) - dense) * each.mixture
@@ -57,7 +57,7 @@ def test_arithmetic_is_that_of_every_matrix(model: str) -> None:
 def test_elements_of_a_rank_are_those_of_its_spans(model: str, layout: str) -> None:
     shape, jobs = Shape.of(load_model(model)), jobs_of(layout)
     kept: dict[int, int] = {}
-    for matrix in homes(model, layout):
+    for matrix in owners(model, layout):
         for span in matrix.spans:
             for rank in span.ranks:
                 kept[rank] = kept.get(rank, 0) + span.size

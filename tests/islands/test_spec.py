@@ -1,4 +1,4 @@
-"""The table [islands], fragments and homes, as data."""
+"""The table [islands], fragments and owners, as data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cuboid.errors import UserError
 from cuboid.islands.batches import Batches
 from cuboid.islands.membership import Membership
 from cuboid.launch.islands import IslandOptions
-from cuboid.spec.island_homes import elements_of, homes, overlap, runs_of_blocks, stage_chunks
+from cuboid.spec.block_owners import elements_of, overlap, owned_blocks, runs_of_blocks, stage_chunks
 from cuboid.spec.islands import IslandsSpec, fragments_of
 from cuboid.spec.run import Run, build_run, dump_run
 from cuboid.verification.make import verification_run
@@ -111,7 +111,7 @@ def test_every_block_has_one_home_that_gets_all_of_it(model: str, layout: str) -
         held = [block for rank in range(run.layout.world_size) for block in _blocks(runs_of_blocks(run, number, rank))]
         assert sorted(held) == list(range(fragment.blocks))
         for pipeline_rank in range(run.layout.pp):
-            own = [sum(stop - first for _, (first, stop) in rank) for rank in homes(run, number, pipeline_rank)]
+            own = [sum(stop - first for _, (first, stop) in rank) for rank in owned_blocks(run, number, pipeline_rank)]
             assert max(own) - min(own) <= 8
             for chunk in stage_chunks(run, number, pipeline_rank):
                 first, stop = elements_of(chunk.tensor, chunk.blocks)

@@ -16,9 +16,9 @@ from cuboid.planning.island_file import dump_islands_plan, load_islands_plan
 from cuboid.planning.island_links import Paths, Sent, sent_between
 from cuboid.planning.islands import COMPUTING, IslandsPlan, parse_wanted, plan_islands
 from cuboid.planning.question import Question
+from cuboid.spec.block_owners import wire_bytes
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.groups import GBIT, Groups, load_groups
-from cuboid.spec.island_homes import wire_bytes
 from cuboid.spec.islands import IslandsSpec
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model

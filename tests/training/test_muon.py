@@ -20,8 +20,8 @@ from cuboid.model.transformer import Transformer
 from cuboid.planning.choose import predict
 from cuboid.planning.question import Question
 from cuboid.spec.cluster import load_cluster
-from cuboid.spec.homes import stage_buckets
 from cuboid.spec.layout import CONTEXT_METHODS
+from cuboid.spec.matrix_owners import stage_buckets
 from cuboid.spec.run import Run, build_run, dump_run
 from cuboid.training.own_optimizer import check_optimizer
 from cuboid.verification.make import verification_run

@@ -13,7 +13,7 @@ from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.grad_norm import answers_for
 from cuboid.parallel.parallelize import DTYPES, Engine
 from cuboid.parallel.zero import OptimizerShard
-from cuboid.spec.homes import Matrix, stage_buckets, wire_precision
+from cuboid.spec.matrix_owners import Matrix, stage_buckets, wire_precision
 from cuboid.training.checks.check import CheckDefaults, found_by_all
 from cuboid.training.checks.hypotheses import UNKNOWN, fitted_factor, named_factor
 from cuboid.training.checks.located import Located, module_of

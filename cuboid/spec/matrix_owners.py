@@ -1,9 +1,9 @@
-"""Where each matrix of a block is orthogonalised (Muon): at one home among the ranks that keep elements of it.
+"""The owner of each matrix that Muon updates: the one rank that orthogonalises it.
 
-The ranks of a pipeline stage (dp × cp × tp) keep elements of its matrices as tensor and expert parallelism and ZeRO
-say. Orthogonalising needs a whole matrix, so its elements travel home and what came of them travels back, to every rank
-that keeps them. Homes are balanced by the arithmetic they do. This is pure data: the engine runs it, the planner counts
-it, and both agree to the byte."""
+The ranks of a pipeline stage (dp × cp × tp) keep elements of its matrices, as tensor and expert parallelism and ZeRO
+split them. Orthogonalising needs a whole matrix, so its elements are sent to the owner, and the result back to every
+rank that keeps them. Owners are balanced by FLOPs. This is pure data: the engine runs it, the planner counts it, and
+both agree to the byte."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Span:
     start: int
     """The first of them in the flattened tensor that such a rank holds of the parameter."""
     place: int
-    """… and in the matrix as its home receives it."""
+    """… and in the matrix as its owner receives it."""
     size: int
     ranks: tuple[int, ...]
     """Who keeps them, counted within the stage."""
     sender: int
-    """Which of these sends them home: the home itself if it has them, else the nearest to it."""
+    """Which of these sends them to the owner: the owner itself if it has them, else the nearest to it."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Matrix:
     rows: int
     columns: int
     stripes: int
-    """Its home receives it as so many stripes of columns one after another: as many as tensor ranks split columns."""
-    home: int
+    """Its owner receives it as so many stripes of columns one after another: as many as tensor ranks split columns."""
+    owner: int
     spans: tuple[Span, ...]
     runs: Rows
     """Its rows in the parameter."""
@@ -187,11 +187,11 @@ def _spans(rows: Rows, kept: list[Kept]) -> Iterator[tuple[int, int, int, tuple[
             place += (last - first) * width
 
 
-# Homes.
+# Owners.
 
 
 def _placeless(run: Run, layer: int) -> list[Matrix]:
-    """The matrices of a layer, which have no home yet."""
+    """The matrices of a layer, which have no owner yet."""
     found = []
     for unit in units(run.model, [layer], first=False, last=False):
         kept = kept_by(unit, run.layout)
@@ -216,22 +216,22 @@ def _holders(matrix: Matrix) -> NDArray[np.int64]:
     return np.array(sorted(kept, key=lambda rank: (-kept[rank], rank)))
 
 
-def at_home(matrix: Matrix, name: str, home: int) -> Matrix:
-    spans = [Span(each.start, each.place, each.size, each.ranks, _nearest(each.ranks, home)) for each in matrix.spans]
-    return replace(matrix, parameter=name, home=home, spans=tuple(spans))
+def with_owner(matrix: Matrix, name: str, owner: int) -> Matrix:
+    spans = [Span(each.start, each.place, each.size, each.ranks, _nearest(each.ranks, owner)) for each in matrix.spans]
+    return replace(matrix, parameter=name, owner=owner, spans=tuple(spans))
 
 
-def _nearest(ranks: tuple[int, ...], home: int) -> int:
+def _nearest(ranks: tuple[int, ...], owner: int) -> int:
     """Of ranks in their order; of two that are as near the lower."""
     if len(ranks) == 1:
         return ranks[0]
-    above = bisect_left(ranks, home)
-    return min(ranks[max(above - 1, 0) : above + 1], key=lambda rank: abs(rank - home))
+    above = bisect_left(ranks, owner)
+    return min(ranks[max(above - 1, 0) : above + 1], key=lambda rank: abs(rank - owner))
 
 
 @lru_cache(maxsize=16)
 def stage_buckets(run: Run, pipeline_rank: int) -> tuple[Bucket, ...]:
-    """The matrices of all layers that a pipeline rank holds, with their homes, in the order they travel."""
+    """The matrices of all layers that a pipeline rank holds, with their owners, in the order they travel."""
     layout, model, steps = run.layout, run.model, run.optimizer.newton_schulz_steps
     size = stage_size(layout)
     layers = held_layers(model, layout, run.training.sequence)
@@ -252,14 +252,16 @@ def stage_buckets(run: Run, pipeline_rank: int) -> tuple[Bucket, ...]:
     loads = np.zeros(size)
     found = []
     for lot in lots:
-        # The longest first, each to the least loaded of its holders: no home has much more than another.
+        # The longest first, each to the least loaded of its holders: no owner has much more than another.
         work = [arithmetic(matrix.rows, matrix.columns, steps) for _, matrix, _ in lot]
-        homes = [0] * len(lot)
+        owners = [0] * len(lot)
         for place in sorted(range(len(lot)), key=lambda place: -work[place]):
             holders = lot[place][2]
-            homes[place] = int(holders[np.argmin(loads[holders])])
-            loads[homes[place]] += work[place]
-        found.append(tuple(at_home(matrix, name, home) for (name, matrix, _), home in zip(lot, homes, strict=True)))
+            owners[place] = int(holders[np.argmin(loads[holders])])
+            loads[owners[place]] += work[place]
+        found.append(
+            tuple(with_owner(matrix, name, owner) for (name, matrix, _), owner in zip(lot, owners, strict=True))
+        )
     return tuple(bucket for bucket in found if bucket)
 
 
@@ -283,7 +285,7 @@ def sent_elements(run: Run, rank: int) -> list[tuple[int, int]]:
     return [
         (
             sum(span.size for matrix in bucket for span in matrix.spans if span.sender == here),
-            sum(span.size * len(span.ranks) for matrix in bucket if matrix.home == here for span in matrix.spans),
+            sum(span.size * len(span.ranks) for matrix in bucket if matrix.owner == here for span in matrix.spans),
         )
         for bucket in stage_buckets(run, rank // size)
     ]

@@ -1,9 +1,9 @@
-"""Where an island keeps the outer weights of each block of a fragment: at one home among the ranks of a pipeline stage.
+"""The owner of each block of a fragment: the one rank of a pipeline stage that keeps the block's outer weights.
 
-The blocks that a stage holds of a fragment, in the order of the fragment, are cut into as many equal parts as it has
-ranks. So a home has few runs of blocks, and homes of the same block on two islands find each other by arithmetic
-alone: whatever the layouts, each sends the other what both have. Within the island elements travel to their homes, and
-back, as matrices do that Muon orthogonalises (`spec.homes`)."""
+The blocks that a stage holds of a fragment, in the order of the fragment, are divided into equal parts, one for each of
+its ranks. So an owner has few runs of blocks, and the owners of a block on two islands, which may have different
+layouts, find each other by arithmetic alone. Within the island elements are sent to their owners and back as Muon sends
+matrices (`spec.matrix_owners`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, prod
 
-from cuboid.spec.homes import Kept, Matrix, Span, at_home, kept_by, stage_size
 from cuboid.spec.islands import BLOCK, Fragment, Tensor, fragments_of
+from cuboid.spec.matrix_owners import Kept, Matrix, Span, kept_by, stage_size, with_owner
 from cuboid.spec.partition import held_layers
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import TIED, DeclaredUnit, units
@@ -24,13 +24,13 @@ Blocks = tuple[int, int]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Blocks of one tensor that have one home."""
+    """Blocks of one tensor that have one owner."""
 
     tensor: Tensor
     blocks: Blocks
     """In the fragment."""
     matrix: Matrix
-    """Its elements, as they travel between ranks and their home: a row, or where tensor ranks split columns, rows."""
+    """Its elements, as they travel between ranks and their owner: a row, or where tensor ranks split columns, rows."""
 
     @property
     def elements(self) -> tuple[int, int]:
@@ -66,15 +66,15 @@ def _held(run: Run, pipeline_rank: int) -> tuple[frozenset[str], dict[str, int]]
 
 
 @lru_cache(maxsize=1024)
-def homes(run: Run, fragment: int, pipeline_rank: int) -> tuple[tuple[tuple[Tensor, Blocks], ...], ...]:
-    """For each rank of a stage the blocks of a fragment that are at home there."""
+def owned_blocks(run: Run, fragment: int, pipeline_rank: int) -> tuple[tuple[tuple[Tensor, Blocks], ...], ...]:
+    """For each rank of a stage the blocks of a fragment that the rank owns."""
     names, columns = _held(run, pipeline_rank)
     line = [tensor for tensor in _fragment(run, fragment).tensors if tensor.name in names]
     ranks, total = stage_size(run.layout), sum(tensor.blocks for tensor in line)
     found: list[list[tuple[Tensor, Blocks]]] = [[] for _ in range(ranks)]
     before = 0
     for tensor in line:
-        # Rows stay whole where ranks hold columns, so that a home can put them together.
+        # Rows stay whole where ranks hold columns, so that an owner can put them together.
         width = columns.get(tensor.name, 1)
         step = width // gcd(width, BLOCK)
         for rank in range(before * ranks // max(total, 1), ranks):
@@ -97,15 +97,15 @@ def _boundary(place: int, step: int, blocks: int) -> int:
 
 
 def runs_of_blocks(run: Run, fragment: int, rank: int) -> tuple[Blocks, ...]:
-    """What is at home at a rank, in order; neighbours are one run."""
+    """What a rank owns, in order; neighbours are one run."""
     size = stage_size(run.layout)
-    return _joined(homes(run, fragment, rank // size)[rank % size])
+    return _joined(owned_blocks(run, fragment, rank // size)[rank % size])
 
 
 @lru_cache(maxsize=64)
 def runs_of_ranks(run: Run, fragment: int) -> tuple[tuple[Blocks, ...], ...]:
     """The same of all ranks."""
-    return tuple(_joined(own) for stage in range(run.layout.pp) for own in homes(run, fragment, stage))
+    return tuple(_joined(own) for stage in range(run.layout.pp) for own in owned_blocks(run, fragment, stage))
 
 
 def _joined(own: Sequence[tuple[Tensor, Blocks]]) -> tuple[Blocks, ...]:
@@ -140,18 +140,18 @@ def overlap(own: Sequence[Blocks], other: Sequence[Blocks]) -> list[Blocks]:
 def stage_chunks(run: Run, fragment: int, pipeline_rank: int) -> tuple[Chunk, ...]:
     """All chunks of a fragment on a stage, in order, with those that keep their elements."""
     kept: dict[str, list[Kept]] = {}
-    wanted = {tensor.name for rank in homes(run, fragment, pipeline_rank) for tensor, _ in rank}
+    wanted = {tensor.name for rank in owned_blocks(run, fragment, pipeline_rank) for tensor, _ in rank}
     for unit in _stage_units(run, pipeline_rank):
         if not wanted.isdisjoint(unit.parameters):
             kept |= kept_by(unit, run.layout)
     return tuple(
-        _chunk(tensor, blocks, home, kept[tensor.name])
-        for home, own in enumerate(homes(run, fragment, pipeline_rank))
+        _chunk(tensor, blocks, owner, kept[tensor.name])
+        for owner, own in enumerate(owned_blocks(run, fragment, pipeline_rank))
         for tensor, blocks in own
     )
 
 
-def _chunk(tensor: Tensor, blocks: Blocks, home: int, kept: list[Kept]) -> Chunk:
+def _chunk(tensor: Tensor, blocks: Blocks, owner: int, kept: list[Kept]) -> Chunk:
     first, stop = elements_of(tensor, blocks)
     cut, shape = kept[0].part.slice, tensor.shape
     split = cut.dimension > 0 and cut.length < shape[cut.dimension]
@@ -159,7 +159,9 @@ def _chunk(tensor: Tensor, blocks: Blocks, home: int, kept: list[Kept]) -> Chunk
     stripes = shape[cut.dimension] // cut.length if split else 1
     spans = tuple(Span(*each, sender=-1) for each in _spans(shape, kept, first, stop))
     rows = (stop - first) // columns
-    return Chunk(tensor, blocks, at_home(Matrix(tensor.name, rows, columns, stripes, -1, spans, ()), tensor.name, home))
+    return Chunk(
+        tensor, blocks, with_owner(Matrix(tensor.name, rows, columns, stripes, -1, spans, ()), tensor.name, owner)
+    )
 
 
 def _spans(
@@ -186,7 +188,7 @@ def _spans(
 
 
 REQUEST, ANSWER, FRAME = 32, 24, 36
-"""Bytes of what a home asks another one, of the head of an answer, and of the length and tag of every message."""
+"""Bytes of what an owner asks another one, of the head of an answer, and of the length and tag of every message."""
 PART = 1 << 20
 """Bytes of blocks in one message, at most."""
 

@@ -1,4 +1,4 @@
-"""Homes of matrices: every element travels there once and back to all who keep it; the work is balanced."""
+"""Owners of matrices: every element travels there once and back to all who keep it; the work is balanced."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from cuboid.errors import UserError
-from cuboid.spec import homes
-from cuboid.spec.homes import Matrix, arithmetic, matrices_of, sent_elements, stage_buckets, stage_size
+from cuboid.spec import matrix_owners
 from cuboid.spec.layout import Layout
+from cuboid.spec.matrix_owners import Matrix, arithmetic, matrices_of, sent_elements, stage_buckets, stage_size
 from cuboid.spec.run import Run, build_run
 
 LAYOUTS = [
@@ -47,7 +47,7 @@ def test_every_element_has_one_place_and_one_sender(model: str, layout: str, per
         assert [start for start, _ in ends] == [0, *(stop for _, stop in ends[:-1])]
         assert ends[-1][1] == matrix.rows * matrix.columns
         assert all(span.sender in span.ranks for span in matrix.spans)
-        assert any(matrix.home in span.ranks for span in matrix.spans), "a home keeps some of what it orthogonalises"
+        assert any(matrix.owner in span.ranks for span in matrix.spans), "an owner keeps some of what it orthogonalises"
     alone = matrices(muon(model, "dp=1", per_head=per_head))
     shapes = [Counter((matrix.parameter, matrix.rows, matrix.columns) for matrix in each) for each in (found, alone)]
     assert shapes[0] == shapes[1], "the layout decides nothing of which matrices there are"
@@ -71,28 +71,28 @@ def test_layers_of_one_kind_are_kept_alike() -> None:
     """Of three prediction layers the first has a parameter more, and so other shards than the others."""
     run = muon("tiny-deepseek", "dp=2,zero=3")
     run = replace(run, model=replace(run.model, layers=3, prediction_layers=3))
-    apart = [matrix for layer in range(6) for matrix in homes._placeless(run, layer)]
+    apart = [matrix for layer in range(6) for matrix in matrix_owners._placeless(run, layer)]
     assert [(each.parameter, [(span.start, span.size, span.ranks) for span in each.spans]) for each in apart] == [
         (each.parameter, [(span.start, span.size, span.ranks) for span in each.spans]) for each in matrices(run)
     ]
 
 
 @pytest.mark.parametrize(("model", "layout"), [("tiny-llama", "dp=4,zero=0"), ("tiny-mixtral", "dp=4,ep=4,zero=1")])
-def test_homes_are_balanced_by_their_work(model: str, layout: str) -> None:
+def test_owners_are_balanced_by_their_work(model: str, layout: str) -> None:
     run = muon(model, layout)
     loads = Counter[int]()
     for matrix in matrices(run):
-        loads[matrix.home] += arithmetic(matrix.rows, matrix.columns, 5)
+        loads[matrix.owner] += arithmetic(matrix.rows, matrix.columns, 5)
     assert max(loads.values()) < 1.1 * sum(loads.values()) / stage_size(run.layout)
 
 
 def test_buckets_hold_whole_layers_and_a_matrix_for_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(homes, "BUCKET", 1000)
-    homes.stage_buckets.cache_clear()
+    monkeypatch.setattr(matrix_owners, "BUCKET", 1000)
+    matrix_owners.stage_buckets.cache_clear()
     try:
         buckets = stage_buckets(muon("tiny-llama", "dp=8,zero=1"), 0)
     finally:
-        homes.stage_buckets.cache_clear()
+        matrix_owners.stage_buckets.cache_clear()
     assert [len(bucket) for bucket in buckets] == [14, 14, 14, 14]  # seven matrices a layer, for eight ranks
     assert not {matrix.parameter for matrix in buckets[0]} & {matrix.parameter for matrix in buckets[1]}
 

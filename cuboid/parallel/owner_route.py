@@ -1,5 +1,5 @@
-"""How elements that ranks of a stage keep travel to the home of their matrix (`spec.homes`) and what came of them back:
-two all-to-alls serve every layout."""
+"""How elements that ranks of a stage keep travel to the owner of their matrix (`spec.matrix_owners`) and what came of
+them back: two all-to-alls serve every layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cuboid.parallel.collectives import Pending, start_all_to_all
 from cuboid.parallel.groups import Group
-from cuboid.spec.homes import Bucket, Matrix, Span
+from cuboid.spec.matrix_owners import Bucket, Matrix, Span
 
 Pair = tuple[Matrix, Span]
 
@@ -22,21 +22,21 @@ class Route:
     def __init__(self, bucket: Bucket, group: Group) -> None:
         self._group, here = group, group.index
         spans = [(matrix, span) for matrix in bucket for span in matrix.spans]
-        homed = [pair for pair in spans if pair[0].home == here]
-        self.own = [matrix for matrix in bucket if matrix.home == here]
+        owned = [pair for pair in spans if pair[0].owner == here]
+        self.own = [matrix for matrix in bucket if matrix.owner == here]
         """The matrices that are orthogonalised here."""
         # Sorting keeps the order of what has one rank.
-        self.sent = sorted((pair for pair in spans if pair[1].sender == here), key=_home)
-        """This rank's elements on their way home."""
-        self.received = sorted(homed, key=_sender)
-        """… as a home receives them."""
-        returned = sorted(((rank, pair) for pair in homed for rank in pair[1].ranks), key=_first)
+        self.sent = sorted((pair for pair in spans if pair[1].sender == here), key=_owner)
+        """This rank's elements on their way to their owners."""
+        self.received = sorted(owned, key=_sender)
+        """… as an owner receives them."""
+        returned = sorted(((rank, pair) for pair in owned for rank in pair[1].ranks), key=_first)
         self.returned = [pair for _, pair in returned]
-        """What came of them, as a home sends it."""
-        self.kept = sorted((pair for pair in spans if here in pair[1].ranks), key=_home)
+        """What came of them, as an owner sends it."""
+        self.kept = sorted((pair for pair in spans if here in pair[1].ranks), key=_owner)
         """… and as this rank receives it."""
-        self._there = self._counts(map(_home, self.sent), self.sent), self._counts(map(_sender, homed), homed)
-        self._back = self._counts(map(_first, returned), self.returned), self._counts(map(_home, self.kept), self.kept)
+        self._there = self._counts(map(_owner, self.sent), self.sent), self._counts(map(_sender, owned), owned)
+        self._back = self._counts(map(_first, returned), self.returned), self._counts(map(_owner, self.kept), self.kept)
 
     def _counts(self, ranks: Iterable[int], pairs: list[Pair]) -> list[int]:
         """Elements by rank."""
@@ -52,8 +52,8 @@ class Route:
         return start_all_to_all(whole, *(self._back if back else self._there), self._group)
 
 
-def _home(pair: Pair) -> int:
-    return pair[0].home
+def _owner(pair: Pair) -> int:
+    return pair[0].owner
 
 
 def _sender(pair: Pair) -> int:
