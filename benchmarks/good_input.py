@@ -136,6 +136,48 @@ bits = 8
 quorum = 1
 grace_seconds = 0.1
 """
+SITES = """
+[[groups]]
+name = "left"
+accelerator = "cpu"
+accelerators_per_node = 2
+uplink_gbit = 1.0
+price = 2.0
+spot_price = 1.0
+life_hours = 20
+[[groups]]
+name = "right"
+accelerator = "cpu"
+accelerators_per_node = 1
+price = 1.0
+watts = 100.0
+[[links]]
+between = ["left", "right"]
+bandwidth_gbit = 1.0
+latency_ms = 1.0
+"""
+KIND = """
+[[groups]]
+name = "{}"
+site = "here"
+accelerator = "cpu"
+accelerators_per_node = 1
+peak_tflops = {{float32 = {}}}
+tiers = [{{name = "network", size = 1, bandwidth = 0.1, latency = 100.0}}]
+"""
+KINDS = KIND.format("fast", 0.05) + KIND.format("slow", 0.02) + """
+[[links]]
+between = ["here", "here"]
+bandwidth_gbit = 10.0
+latency_ms = 0.1
+"""
+CHECKED = """
+[checks]
+every = 2
+share = 1.0
+first = 1
+only = "data, updates, sums"
+"""
 STEP = {"loss": 5.5, "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
 STEP |= {"gradient_clip": 1.0, "gradient_norm": 1.0, "precision": "float32", "dp": 2, "micro_batches": 1}
 OWN = "def halves(step, steps):\n    return 0.5**step\n"
@@ -147,6 +189,10 @@ RANK_TIMES = {"step": 4, "time": 1.0, "ranks": [{"rank": 0, "compute": 1.0, "wai
 
 SEED_RUN = "runs/seed/*"
 CHECKPOINTS = "runs/seed/checkpoints/*/*"
+ISLAND, ISLAND_STATE = "runs/islands/island-0/*", "runs/islands/island-0/checkpoints/*/*"
+PRICED = "plan tiny-llama sites.toml --global-batch 8 --seq 64 --tokens 1e6"
+ONE_JOB = "plan tiny-llama kinds.toml --one-job --global-batch 12 --seq 64 --precision float32 --fix pp=2,micro_batch=1"
+CHOSEN = " --set data.source=python-stdlib --set checkpoint.every=2"
 SCENARIOS: list[tuple[str, tuple[str, ...]]] = [
     ("plan model.toml cluster.toml --global-batch 8 --seq 64 -o out.toml", ("model.toml", "cluster.toml")),
     ("plan hf/config.json h100x16 --global-batch 64 --seq 64", ("hf/config.json",)),
@@ -222,6 +268,21 @@ SCENARIOS: list[tuple[str, tuple[str, ...]]] = [
     ("export runs/seed --to hf:out", ("runs/seed/run.toml", CHECKPOINTS, CHECKPOINTS)),
     ("export plan.toml --to megatron", ("plan.toml",)),
     ("export plan.toml --to torchtitan -o out.toml", ("plan.toml",)),
+    ("clusters sites.toml", ("sites.toml",)),
+    ("plan tiny-llama sites.toml --global-batch 8 --seq 64 -o out.toml", ("sites.toml",)),
+    (PRICED + " --objective cost --deadline 900 --front out.svg -o out.toml", ("sites.toml",)),
+    (ONE_JOB + " -o out.toml", ("kinds.toml",)),
+    *((f"{verb} isles.toml", ("isles.toml",)) for verb in ("explain", "simulate", "goodput", "simulate --island 0")),
+    *((f"{verb} kinds-plan.toml", ("kinds-plan.toml",)) for verb in ("explain", "simulate", "map")),
+    ("train kinds-plan.toml --group slow --nodes 3 --rendezvous 127.0.0.1:PORT", ("kinds-plan.toml",)),
+    ("launch slurm isles.toml --island 1 --islands-rendezvous a:1 --gpus-per-node 1" + CHOSEN, ("isles.toml",)),
+    ("train checked.toml --set training.steps=6", ("checked.toml", "runs/checked/*", "runs/checked/*/*/*")),
+    ("report runs/checked --no-search -o out.html", ("runs/checked/*",)),
+    ("export runs/growing --to hf:out --average", ("runs/growing/run.toml", "kept/*/*")),
+    ("train islands.toml --island 0 --islands-rendezvous 127.0.0.1:PORT --set training.steps=6", (ISLAND, ISLAND_STATE)),
+    ("report runs/islands/island-0 --no-search -o out.html", (ISLAND,)),
+    ("watch runs/islands/island-0 --json", (ISLAND,)),
+    ("compare runs/seed runs/islands/island-0 runs/checked", (ISLAND, "runs/checked/*")),
 ]
 """A good command, and patterns of the files it reads; a pattern that is there twice is broken twice as often."""
 
@@ -243,6 +304,9 @@ def make_good(folder: Path) -> None:
         "own.py": OWN,
         "ahead.toml": AHEAD,
         "islands.toml": RUN.replace("runs/seed", "runs/islands") + ISLANDS,
+        "sites.toml": SITES,
+        "kinds.toml": KINDS,
+        "checked.toml": RUN.replace("runs/seed", "runs/checked") + CHECKED,
         "talk.jsonl": (json.dumps({"messages": TALK}) + "\n") * 2,
         "chats.jsonl": '{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": "d"}\n',
         "corpus/a.txt": "A text of a few words, to be tokenised.\n" * 20,
@@ -266,9 +330,13 @@ def make_good(folder: Path) -> None:
         "train mixed.toml",
         "train growing.toml",
         "train ahead.toml",
+        "train checked.toml",
+        "train islands.toml --island 0 --islands-rendezvous 127.0.0.1:29599",
         "export runs/ahead --to hf:further",
         "export runs/seed --to hf:hf",
         "plan tiny-llama cpux8 --global-batch 8 --seq 64 -o plan.toml",
+        "plan tiny-llama sites.toml --global-batch 8 --seq 64 -o isles.toml",
+        f"{ONE_JOB} -o kinds-plan.toml",
         "import hf:hf -o tune.toml --set training.steps=2 --set training.global_batch=2 --set training.sequence=16",
         "generate runs/seed --prompts prompts.txt --max-tokens 2 -o done.jsonl",
     ):

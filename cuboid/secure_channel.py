@@ -100,11 +100,13 @@ def make_secret(folder: Path) -> bytes:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             aside = folder / f".{NAME}.{secrets.token_hex(4)}"
-            with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(new_secret() + "\n")
-            with suppress(FileExistsError):  # whoever was first has made it, and nobody reads half of it
-                os.link(aside, path)
-            aside.unlink()
+            try:
+                with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                    file.write(new_secret() + "\n")
+                with suppress(FileExistsError):  # whoever was first has made it, and nobody reads half of it
+                    os.link(aside, path)
+            finally:
+                aside.unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}; use another folder, or {VALUE}") from None
     return read_secret(path)
@@ -300,7 +302,12 @@ class Door:
                     del self._pending[one]
                     with suppress(OSError):  # its thread may have closed it just now
                         one.shutdown(socket.SHUT_RDWR)
-            threading.Thread(target=self._greet, args=(line,), daemon=True).start()
+            try:
+                threading.Thread(target=self._greet, args=(line,), daemon=True).start()
+            except RuntimeError:  # no more threads may be started: it comes again, and the door stays
+                with self._lock:
+                    self._pending.pop(line, None)
+                line.close()
 
     def _greet(self, line: socket.socket) -> None:
         with line:

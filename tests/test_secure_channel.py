@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import socket
 import threading
 import time
@@ -204,6 +206,39 @@ def test_a_thousand_who_say_nothing_keep_nobody_out(echo: Echo) -> None:
     while echo.door._pending:
         assert time.monotonic() < limit
         time.sleep(0.01)
+
+
+def test_a_door_outlives_a_moment_without_threads() -> None:
+    """In a process that may have no more memory: the one who knocks then is turned away, and the next is heard."""
+    heard, told = os.pipe()
+    child = os.fork()
+    if not child:
+        listener = socket.create_server(("127.0.0.1", 0))
+        Door(listener, SECRET, "echo", lambda channel: channel.send(b"hello"))
+        threading.stack_size(256 << 20)  # of a smaller one there may be room left
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 20), limits[1]))
+        os.write(told, b"%d\n" % listener.getsockname()[1])
+        time.sleep(1)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        time.sleep(60)
+        os._exit(0)
+    where = ("127.0.0.1", int(os.read(heard, 20)))
+    try:
+        with socket.create_connection(where, timeout=10) as line:
+            with pytest.raises(OSError):
+                greet(line, SECRET, "echo")
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            with suppress(OSError), socket.create_connection(where, timeout=10) as line:
+                assert greet(line, SECRET, "echo").receive() == b"hello"
+                break
+        else:
+            raise AssertionError("nobody is at the door any more")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_who_is_too_slow_is_sent_away() -> None:

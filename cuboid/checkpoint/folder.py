@@ -6,7 +6,16 @@ import re
 from contextlib import suppress
 
 from cuboid.checkpoint.location import Location, locate
-from cuboid.checkpoint.manifest import MANIFEST, STEP_FOLDER, Manifest, Place, Watch, read_manifest
+from cuboid.checkpoint.manifest import (
+    DATA_FILE,
+    INDEX,
+    MANIFEST,
+    STEP_FOLDER,
+    Manifest,
+    Place,
+    Watch,
+    read_manifest,
+)
 from cuboid.checkpoint.verify import check_file, verify
 from cuboid.errors import UserError
 
@@ -43,6 +52,21 @@ def newest_whole(
         except UserError as error:
             damaged.append(str(error))
     return None, None, damaged
+
+
+def require_checkpoints(folder: Place) -> None:
+    """Refuse a folder where others keep something under the names of checkpoints: old ones are removed, and all that is
+    in them."""
+    place = locate(folder)
+    for name in place.names():
+        if STEP_FOLDER.fullmatch(name) or LEFT_OVER.fullmatch(name):
+            for inner in (place / name).names():
+                hidden = inner.startswith(".")  # a network file system has such names for files that are removed
+                if not hidden and inner not in (MANIFEST, INDEX) and not DATA_FILE.fullmatch(inner):
+                    raise UserError(
+                        f"checkpoint.folder={place} has {name}/{inner}, which is of no checkpoint, and old checkpoints "
+                        "are removed with all they hold; use another checkpoint.folder"
+                    )
 
 
 def superfluous(

@@ -75,7 +75,12 @@ class Terms:
 
     def _write(self, term: Term) -> Path:
         aside = self._folder / f".leader.{secrets.token_hex(4)}"
-        aside.write_text(json.dumps(asdict(term)))
+        try:
+            aside.write_text(json.dumps(asdict(term)))
+        except OSError:  # on a full disk one would stay behind every second
+            with suppress(OSError):
+                aside.unlink()
+            raise
         return aside
 
     def _path(self, number: int) -> Path:

@@ -98,6 +98,8 @@ class Commands(TyperGroup):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
+    if arguments is None:
+        _open_streams()
     if arguments is None and isinstance(sys.stdout, TextIOWrapper):  # not every terminal has every character
         sys.stdout.reconfigure(errors="backslashreplace")
         os.environ["PYTHONIOENCODING"] = f"{sys.stdout.encoding}:backslashreplace"  # of ranks
@@ -108,6 +110,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         gc.freeze()  # the process ends: a last collection would look at all of torch, for half a second
     return status
+
+
+def _open_streams() -> None:
+    """Whoever starts this may have closed input, output and errors: a file of the run would get their number, and what a
+    library says would be written into it."""
+    with suppress(OSError):  # a system without a null device
+        while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+            os.set_inheritable(number, True)
+        os.close(number)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def _status(given: list[str]) -> int:
@@ -129,6 +143,9 @@ def _status(given: list[str]) -> int:
     except BrokenPipeError:  # the reader of a pipe has seen enough
         _print_no_more()
         return 0
+    except UnicodeEncodeError as problem:  # the system's own encoding knows fewer characters
+        told = f"{problem.object} is no text in this locale, whose characters are {problem.encoding}"
+        return _refuse(f"{told}; use one of UTF-8, such as LC_ALL=C.UTF-8")
     except RecursionError:
         return _refuse("what was given is nested too deep, say a path of a thousand folders; use fewer levels")
     except OSError as problem:
@@ -137,6 +154,8 @@ def _status(given: list[str]) -> int:
             return _refuse(NO_ROOM[problem.errno])
         if problem.errno in BROKEN and problem.filename is None:
             return _refuse(f"a file cannot be read or written: {problem.strerror}; look at the disk it lies on")
+        if isinstance(problem, FileNotFoundError) and problem.filename is None:  # of no file, but of all temporary ones
+            return _refuse(f"{problem.strerror}; set TMPDIR to a folder that may be written")
         if problem.filename is None:  # no file of the user's
             raise
         return _refuse(f"{problem.filename} cannot be used: {problem.strerror}; name another file or folder")
@@ -150,8 +169,7 @@ def _status(given: list[str]) -> int:
 def _told(status: int) -> int:
     """The exit status when all that was printed has arrived, or cannot."""
     try:
-        if sys.stdout is not None:  # it may be closed
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError as problem:
         _print_no_more()
         if problem.errno in NO_ROOM and status == 0:
@@ -178,8 +196,12 @@ def _run(arguments: list[str]) -> int:
 def _check_text(arguments: list[str]) -> None:
     """Of bytes that are no UTF-8 Python makes halves of characters, which no file and no page takes."""
     here = ""
-    with suppress(OSError):  # it was removed
+    try:
         here = os.getcwd()  # a part of many a name that is written
+    except FileNotFoundError:  # what torch is made of does not even start there
+        raise UserError("the current folder was removed; go to one that exists") from None
+    except OSError:  # it does not say
+        pass
     for text in (*arguments, here):
         try:
             text.encode()

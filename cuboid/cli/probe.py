@@ -107,16 +107,17 @@ def _probe(
     oversubscribe: bool,
 ) -> None:
     from cuboid.launch.capacity import check_ranks
-    from cuboid.probe.hosts import Meeting, check_interface, interface_to, is_here, parse_rendezvous, run_probe
+    from cuboid.launch.network import parse_endpoint
+    from cuboid.probe.hosts import Meeting, check_interface, interface_to, is_here, run_probe
 
     meeting = None
     if nodes > 1:
         if rendezvous is None:
             raise UserError(f"nodes={nodes} need a place to meet; add --rendezvous HOST:PORT, the same on every host")
-        host, port = parse_rendezvous(rendezvous)
+        where = parse_endpoint(rendezvous)
         if interface is not None:
             check_interface(interface)
-        meeting = Meeting(nodes, host, port, interface or interface_to(host, port))
+        meeting = Meeting(nodes, where.host, where.port, interface or interface_to(where.host, where.port))
     for name, value in (("rendezvous", rendezvous), ("interface", interface)):
         if nodes == 1 and value is not None:
             raise UserError(f"{name}={value} is for several hosts; add --nodes 2 or omit it")

@@ -28,7 +28,16 @@ from cuboid.data.store import (
     write_manifest,
 )
 from cuboid.data.tokenizer import BYTES, Tokenizer, load_tokenizer
-from cuboid.data.workers import Part, check_workers, finished_parts, make_parts, part_prefix, partial_folder
+from cuboid.data.workers import (
+    Part,
+    aside_of,
+    check_workers,
+    finished_parts,
+    is_build,
+    make_parts,
+    part_prefix,
+    partial_folder,
+)
 from cuboid.errors import UserError
 from cuboid.readers import read_bytes
 
@@ -128,7 +137,8 @@ def _existing(output: Path, identity: str) -> BuildReport:
     if is_store(output):
         manifest = read_manifest(output)
         if manifest.build == identity:
-            shutil.rmtree(output.with_name(f"{output.name}.partial"), ignore_errors=True)
+            if is_build(aside_of(output)):
+                shutil.rmtree(aside_of(output), ignore_errors=True)
             return _report(output, manifest, 0.0, 0.0, manifest.tokens)
     raise UserError(f"output={output} exists already; use another name, or remove it first")
 

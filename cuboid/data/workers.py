@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,24 @@ def finished_parts(folder: Path) -> dict[int, Part]:
     return found
 
 
+def aside_of(output: Path) -> Path:
+    """Where a store is built."""
+    return output.with_name(f"{output.name}.partial")
+
+
+def is_build(folder: Path) -> bool:
+    """Whether it holds what an unfinished build does, and nothing of anybody else's."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return all(name in (PLAN, "parts", "lock", "store") or name.startswith(f"{PLAN}.") for name in os.listdir(folder))
+
+
 @contextmanager
 def partial_folder(output: Path, plan: Mapping[str, Any], restart: bool) -> Iterator[Path]:
     """The folder beside the store-to-be, held by one process alone; refused when it holds another build's parts."""
-    folder = output.with_name(f"{output.name}.partial")
+    folder = aside_of(output)
+    if lexists(folder) and not is_build(folder):
+        raise UserError(f"{folder} is no unfinished build, and would be removed; use another output, or rename it")
     if restart:
         shutil.rmtree(folder, ignore_errors=True)
     try:

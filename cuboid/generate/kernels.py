@@ -52,6 +52,8 @@ def load_kernels() -> Kernels:
     made_of = SOURCE.read_bytes() + repr((FLAGS, platform.machine())).encode()
     name = f"kernels-{blake2b(made_of, digest_size=8).hexdigest()}.so"
     path = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "cuboid" / name
+    if not path.is_absolute():  # a user without a home, as in many a container
+        raise OSError(f"{path.parent} is no place to keep them; set HOME or XDG_CACHE_HOME")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:

@@ -42,7 +42,19 @@ def parse_endpoint(text: str, option: str = "rendezvous") -> Endpoint:
         raise UserError(f"{option}={text} does not say HOST:PORT; write it like --{option} node0:29400")
     if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise UserError(f"{option}={text} has no port from 1 to 65535; write it like --{option} {host}:29400")
-    return Endpoint(host.strip("[]"), int(port))
+    host = host.strip("[]")
+    if not is_host(host):
+        raise UserError(f"{option}={text} has a name that no host has; write it like --{option} node0:{port}")
+    return Endpoint(host, int(port))
+
+
+def is_host(name: str) -> bool:
+    """Whether the system can be asked for an address under this name: it has no empty part, and none of more than 63
+    letters."""
+    try:
+        return bool(name.encode("idna")) and "\0" not in name
+    except UnicodeError:
+        return False
 
 
 def find_interface(asked: str | None, endpoint: Endpoint) -> Interface:

@@ -27,7 +27,7 @@ import psutil
 
 from cuboid.errors import RankError, UserError
 from cuboid.launch.place import Place, local_places
-from cuboid.telemetry.shared_memory import name_semaphores, sweep
+from cuboid.telemetry.shared_memory import name_semaphores, place_sockets, sweep
 
 # A rank process ends with the process that asked for it, however that one ends.
 
@@ -91,6 +91,7 @@ def fork_server() -> Any:
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     sweep()
     name_semaphores()
+    place_sockets()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context

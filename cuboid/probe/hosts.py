@@ -44,14 +44,6 @@ class Meeting:
     """What the ranks talk through."""
 
 
-def parse_rendezvous(text: str) -> tuple[str, int]:
-    """HOST:PORT."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(f"rendezvous={text} is no address; write it like 10.0.0.1:29400")
-    return host.strip("[]"), int(port)
-
-
 def interface_to(host: str, port: int) -> str:
     """The interface through which this machine reaches another, or itself under that name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:

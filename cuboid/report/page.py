@@ -224,8 +224,9 @@ def serve(
     fresh = Fresh(path, cluster, with_search)
     try:
         server = _Server((host, port), _Handler)
-    except (OSError, OverflowError) as problem:
+    except (OSError, OverflowError, UnicodeError, TypeError) as problem:
         reason = getattr(problem, "strerror", None) or problem
+        reason = "no host has this name" if isinstance(problem, UnicodeError | TypeError) else reason
         raise UserError(f"host={host} port={port} cannot be listened on: {reason}; use another --port") from None
     server.fresh = fresh
     server.names = LOOPBACK if host in LOOPBACK else ()

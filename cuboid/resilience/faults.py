@@ -31,6 +31,8 @@ Kind = Literal["kill", "stop", "term", "raise", "hang", "spin", "nan", "flip", "
 KINDS: tuple[Kind, ...] = get_args(Kind)
 IN_TENSORS = ("nan", "flip", "oom")
 """What the training itself does where it is asked to."""
+LONGEST = 1e6
+"""Seconds that a rank may sleep."""
 PLACES = tuple(name for name in (*PHASES, *ACTIVITIES, *WAITS) if name)
 
 
@@ -85,9 +87,12 @@ def _parse(words: list[str]) -> Fault:
         rank, step, steps = (
             int(values.get(name, default)) for name, default in (("rank", 0), ("step", 1), ("steps", 0))
         )
-        return Fault(kind, rank, step, at, float(values.get("seconds", 0.1)), steps)
+        seconds = float(values.get("seconds", 0.1))
     except ValueError:
         raise UserError(f"fault {' '.join(words)} has something that is no number; use rank=1 step=5") from None
+    if not 0 <= seconds <= LONGEST:
+        raise UserError(f"fault {kind} seconds={seconds:g} is no time to sleep; use seconds=0.1, at most {LONGEST:g}")
+    return Fault(kind, rank, step, at, seconds, steps)
 
 
 class Injector:

@@ -9,12 +9,15 @@ nobody clears what is of another user or another namespace."""
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.util
 import os
 import re
 import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+from cuboid.errors import UserError
 
 MEMORY = "/dev/shm"
 KINDS = ("heartbeats", "slots", "semaphore")
@@ -45,6 +48,30 @@ def name_semaphores() -> None:
     config = getattr(multiprocessing.current_process(), "_config", {})
     if "semprefix" in config and os.path.isdir(MEMORY):
         config["semprefix"] = f"/{prefix_of('semaphore').removesuffix('-')}"
+
+
+LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
+"""Bytes of the name of a folder where multiprocessing can make its sockets."""
+SHORT = ("/tmp", MEMORY, "/var/tmp")
+"""Folders whose names are shorter, on most machines."""
+
+
+def place_sockets() -> None:
+    """Those of multiprocessing, which go where temporary files do. Some schedulers' TMPDIR is too long for the address of
+    a socket."""
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(usual)) <= LONGEST_FOLDER:
+        return
+    others = [folder for folder in SHORT if os.access(folder, os.W_OK | os.X_OK)]
+    if not others:
+        raise UserError(
+            f"TMPDIR={usual} is too long a name for sockets; use one of {LONGEST_FOLDER} characters or fewer"
+        )
+    tempfile.tempdir = others[0]
+    try:
+        multiprocessing.util.get_temp_dir()  # which is kept
+    finally:
+        tempfile.tempdir = usual
 
 
 def sweep() -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cuboid.checkpoint.folder import checkpoints, clear, newest_whole, step_of
+from cuboid.checkpoint.folder import checkpoints, clear, newest_whole, require_checkpoints, step_of
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.memory.folder import IDENTITY, forget, identity_of, newest_in_memory
 from cuboid.checkpoint.owner import Owner, check_writable, own, read_owner
@@ -22,7 +22,7 @@ from cuboid.checkpoint.terms import PATTERN as LEADERS
 from cuboid.console import say
 from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
-from cuboid.readers import Missing, Unreadable, open_plain, parse_toml
+from cuboid.readers import Missing, Unreadable, open_plain, parse_toml, read_text
 from cuboid.secure_channel import NAME as SECRET
 from cuboid.spec.run import Run, build_run, dump_run, load_run
 from cuboid.telemetry.rows import metric_rows
@@ -151,6 +151,8 @@ def prepare_folder(run: Run, overwrite: bool = False, take_over: bool = False) -
             _check_cleared(run, take_over)
         else:
             said = _check_past(run, folder, take_over)
+        _check_own_file(folder)
+        require_checkpoints(checkpoint_folder(run))
         check_writable(run, checkpoint_folder(run))
         if overwrite:
             _clear(run, folder)
@@ -160,14 +162,37 @@ def prepare_folder(run: Run, overwrite: bool = False, take_over: bool = False) -
         if overwrite or not run.checkpoint.memory_every:
             forget(run)
         folder.mkdir(parents=True, exist_ok=True)
-        # By a rename: who reads the folder meanwhile finds the old run file or the new one.
-        aside = folder / f".{RUN_FILE}.{os.getpid()}"
-        aside.write_text(dump_run(run))
-        shutil.move(aside, folder / RUN_FILE)
+        _write_run(run, folder)
         own(run, checkpoint_folder(run))
     except OSError as error:
         raise UserError(f"output.folder={folder} cannot be written: {error.strerror}; use another folder") from None
     return said
+
+
+def _write_run(run: Run, folder: Path) -> None:
+    """By a rename: who reads the folder meanwhile finds the old run file or the new one."""
+    aside = folder / f".{RUN_FILE}.{os.getpid()}"
+    try:
+        aside.write_bytes(dump_run(run).encode())
+        os.replace(aside, folder / RUN_FILE)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink()
+        raise
+
+
+def _check_own_file(folder: Path) -> None:
+    """Refuse to write over a run file that a person keeps there: a run writes its own without comments, and rows."""
+    path = folder / RUN_FILE
+    if not path.exists() or (folder / "metrics.jsonl").exists():
+        return
+    with suppress(UserError):
+        if read_text(path) == dump_run(load_run(path)):
+            return
+    raise UserError(
+        f"output.folder={folder} holds a {RUN_FILE} that no run has written, and this one would write over it; use "
+        "another folder, or rename that file"
+    )
 
 
 def require_folder(run: Run) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import resource
+import signal
 from pathlib import Path
 
 import pytest
 
 from cuboid.checkpoint.terms import Fence, Term, Terms
+from cuboid.errors import UserError
+from cuboid.secure_channel import make_secret
 from cuboid.training.run_folder import claimed, try_claim
 
 
@@ -58,6 +63,25 @@ def test_a_damaged_term_is_taken_all_the_same(tmp_path: Path, content: bytes) ->
     assert Terms(tmp_path).newest() == Term(7)
     assert not Terms(tmp_path).take(Term(7, "a"))
     assert Terms(tmp_path).take(Term(8, "a"))
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    terms = Terms(tmp_path)
+    first = Term(1, "a")
+    assert terms.take(first)
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        failed = 0
+        for write in (lambda: terms.beat(first), lambda: terms.take(first), lambda: make_secret(tmp_path)):
+            try:
+                write()
+            except (OSError, UserError):
+                failed += 1
+        os._exit(failed)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["leader-00000001.json"]
 
 
 def test_ranks_of_an_earlier_term_publish_nothing(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ import re
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 import cuboid
-from cuboid.cli.main import VERBS, main, module_of
+from cuboid.cli.main import VERBS, _open_streams, main, module_of
 
 
 def run_python(code: str) -> str:
@@ -107,6 +108,40 @@ def test_a_full_disk_behind_the_output_is_one_sentence(arguments: list[str]) -> 
     assert told.returncode == silent.returncode == 2
     assert told.stderr.startswith("error: what this prints or writes has no room: No space left on device; free some")
     assert told.stderr.count("\n") == 1
+
+
+def test_whoever_closes_the_streams_gets_no_words_into_files() -> None:
+    """A file that is opened first would be number 1 or 2, and what libraries say be written into it."""
+    child = os.fork()
+    if not child:
+        for number in (0, 1, 2):
+            os.close(number)
+        _open_streams()
+        with open("/dev/zero") as file:
+            os._exit(0 if file.fileno() > 2 and all(os.get_inheritable(number) for number in (0, 1, 2)) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "command", "sentence"),
+    [
+        ("rmdir $PWD", "models", "the current folder was removed; go to one that exists"),
+        ("export LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0", "compare café x", "is not UTF-8 text"),
+        ("export LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0", "train run.toml", "runs/é is no text in this locale, who"),
+    ],
+)
+def test_a_place_where_nothing_can_work_is_one_sentence(
+    tmp_path: Path, setting: str, command: str, sentence: str
+) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    (tmp_path / "run.toml").write_text('output.folder = "runs/é"\nmodel = "tiny-llama"\n', encoding="utf-8")
+    program = f'cd here; {setting}; exec "{sys.executable}" -m cuboid.cli.main {command.replace("run.toml", "../run.toml")}'
+    environment = {**os.environ, "PYTHONPATH": str(Path(cuboid.__file__).parent.parent)}
+    told = subprocess.run(["bash", "-c", program], cwd=tmp_path, env=environment, capture_output=True)
+    said = told.stderr.decode()
+    assert told.returncode == 2 and said.startswith("error: ") and said.count("\n") == 1, said
+    assert sentence in said.replace("\\xe9", "é") and not list(folder.glob("*"))
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:

@@ -220,6 +220,25 @@ def test_a_folder_that_holds_another_run(capsys: pytest.CaptureFixture[str]) -> 
     assert held.read_text() == 'model = "tiny-gpt2"\n'
 
 
+@pytest.mark.parametrize("options", [[], ["--overwrite"]])
+def test_a_run_file_of_a_person_is_not_written_over(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor is what lies beside it removed, whatever it is called."""
+    Path("run.toml").write_text('# mine\nmodel = "tiny-llama"\n')
+    Path("samples.jsonl").write_text("mine")
+    sentence = refused(capsys, "run.toml", *options, *overrides("output.folder=.", "training.steps=1"))
+    assert sentence.startswith("output.folder=. holds a run.toml that no run has written, and this one would write over")
+
+
+@pytest.mark.parametrize("options", [[], ["--overwrite"]])
+def test_folders_that_are_called_as_checkpoints_are_stay(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("theirs/step-00000100").mkdir(parents=True)
+    Path("theirs/step-00000100/model.pt").write_text("x")
+    sentence = refused(capsys, *options, *overrides("checkpoint.folder=theirs", "training.steps=1"))
+    assert sentence.startswith("checkpoint.folder=theirs has step-00000100/model.pt, which is of no checkpoint, and old")
+
+
 def test_a_folder_that_is_a_file_or_below_one(capsys: pytest.CaptureFixture[str]) -> None:
     Path("taken").write_text("mine\n")
     assert refused(capsys, "--set", "output.folder=taken") == "output.folder=taken is a file; use the name of a folder"

@@ -140,6 +140,20 @@ def alive(pid: int) -> bool:
     return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("kind", ["folder", "link", "file"])
+def test_what_is_no_unfinished_build_is_not_removed(corpus: Path, tmp_path: Path, kind: str, restart: bool) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("mine")
+    aside = tmp_path / "store.partial"
+    make = {"folder": (tmp_path / "mine").rename, "link": aside.symlink_to, "file": lambda _: aside.write_text("mine")}
+    make[kind](aside if kind == "folder" else tmp_path / "mine")
+    with pytest.raises(UserError, match=r"store\.partial is no unfinished build, and would be removed; use another"):
+        build(request(corpus, tmp_path / "store", restart=restart))
+    kept = {"folder": aside / "thesis.txt", "link": tmp_path / "mine" / "thesis.txt", "file": aside}
+    assert kept[kind].read_text() == "mine"
+
+
 def test_killed_without_warning_it_goes_on_and_leaves_no_process(corpus: Path, tmp_path: Path) -> None:
     # As many bytes as three real chunks, through the command line, killed again and again until it is done.
     source = tmp_path / "corpus.jsonl"

@@ -86,6 +86,12 @@ def test_a_port_is_a_number_up_to_65535(port: str) -> None:
         parse_endpoint(f"a:{port}", "islands-rendezvous")
 
 
+@pytest.mark.parametrize("host", ["a..b", "é..a", "a" * 64, ".a", "a\0b", "\ud800"])
+def test_what_no_host_is_called_is_refused(host: str) -> None:
+    with pytest.raises(UserError, match="^rendezvous=.* has a name that no host has; write it like --rendezvous node0:1"):
+        parse_endpoint(f"{host}:1")
+
+
 def test_a_machine_that_calls_itself_loopback_listens_where_others_reach_it() -> None:
     """As many distributions do: /etc/hosts gives the machine's own name an address that only itself has."""
     interface = Interface("eth0", "10.0.0.7")

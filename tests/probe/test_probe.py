@@ -11,7 +11,7 @@ from cuboid.cli.main import main
 from cuboid.errors import UserError
 from cuboid.launch.rendezvous import serve_store
 from cuboid.planning.question import Question
-from cuboid.probe.hosts import MARK, Meeting, _meet, interface_to, is_here, parse_rendezvous
+from cuboid.probe.hosts import MARK, Meeting, _meet, interface_to, is_here
 from cuboid.probe.profile import catalog_name, dump_profile, make_cluster
 from cuboid.probe.samples import Sample
 from cuboid.spec.cluster import load_cluster
@@ -96,7 +96,8 @@ def test_wrong_questions_are_refused_before_anything_starts(tmp_path: Path, caps
     for words, mended in (
         (["--nodes", "2"], "--rendezvous HOST:PORT"),
         (["--rendezvous", "10.0.0.1:29400"], "--nodes 2"),
-        (["--nodes", "2", "--rendezvous", "nowhere"], "10.0.0.1:29400"),
+        (["--nodes", "2", "--rendezvous", "nowhere"], "--rendezvous node0:29400"),
+        (["--nodes", "2", "--rendezvous", "a:" + "9" * 5000], "has no port from 1 to 65535"),
         (["-o", "profile.json"], "cluster.toml"),
         (["-o", str(folder)], "Is a directory"),
         (["-o", str(tmp_path / "nowhere" / "here.toml")], "in a folder that exists"),
@@ -132,7 +133,6 @@ def test_hosts_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hosts_find_each_other() -> None:
-    assert parse_rendezvous("node7:29400") == ("node7", 29400)
     assert is_here("127.0.0.1") and not is_here("192.0.2.7")
     assert interface_to("127.0.0.1", 29400) == "lo"
 

@@ -200,6 +200,8 @@ def test_the_served_page_follows_the_run(folder: Path, address: str) -> None:
         urllib.request.urlopen(address, data=b"x", timeout=60)
     with pytest.raises(UserError, match="cannot be listened on"):
         serve(folder, "127.0.0.1", int(address.rsplit(":", 1)[1].strip("/")), with_search=False)
+    with pytest.raises(UserError, match=r"é\.\.a port=0 cannot be listened on: no host has this name"):
+        serve(folder, "é..a", 0, with_search=False)
 
 
 def test_elsewhere_than_on_loopback_the_address_has_a_token(folder: Path) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
+import cuboid
+from cuboid.errors import UserError
 from cuboid.launch.pool import fork_server
-from cuboid.telemetry.shared_memory import MEMORY, memory_folder, prefix_of, sweep
+from cuboid.telemetry.shared_memory import MEMORY, memory_folder, place_sockets, prefix_of, sweep
 from tests.cli.command import Training
 
 
@@ -31,6 +34,22 @@ def mark() -> Iterator[str]:
     yield word
     for path in Path(memory_folder()).glob(f"*{word}"):
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def test_sockets_have_short_names_however_long_the_folder_of_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some schedulers make it."""
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    code = "from cuboid.launch.pool import Pool\nif __name__ == '__main__':\n    with Pool() as pool: pool._start(1)"
+    (tmp_path / "start.py").write_text(code)
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(Path(cuboid.__file__).parent.parent)}
+    subprocess.run([sys.executable, tmp_path / "start.py"], env=environment, check=True)
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    monkeypatch.setattr("cuboid.telemetry.shared_memory.SHORT", ())
+    with pytest.raises(UserError, match="is too long a name for sockets; use one of 75 characters or fewer"):
+        place_sockets()
 
 
 def test_only_what_dead_processes_of_this_user_and_namespace_left_goes(dead: int, mark: str, tmp_path: Path) -> None:

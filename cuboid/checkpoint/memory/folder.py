@@ -49,8 +49,12 @@ def identity_of(run: Run, make: bool = False) -> str:
         return ""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{IDENTITY}.writing")
-    aside.write_text(secrets.token_hex(8) + "\n")
-    os.replace(aside, path)
+    try:
+        aside.write_text(secrets.token_hex(8) + "\n")
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
     return read_text(path, 4096).strip()
 
 
