@@ -165,12 +165,16 @@ accelerators_per_node = 1
 peak_tflops = {{float32 = {}}}
 tiers = [{{name = "network", size = 1, bandwidth = 0.1, latency = 100.0}}]
 """
-KINDS = KIND.format("fast", 0.05) + KIND.format("slow", 0.02) + """
+KINDS = (
+    KIND.format("fast", 0.05)
+    + KIND.format("slow", 0.02)
+    + """
 [[links]]
 between = ["here", "here"]
 bandwidth_gbit = 10.0
 latency_ms = 0.1
 """
+)
 CHECKED = """
 [checks]
 every = 2
@@ -189,7 +193,8 @@ RANK_TIMES = {"step": 4, "time": 1.0, "ranks": [{"rank": 0, "compute": 1.0, "wai
 
 SEED_RUN = "runs/seed/*"
 CHECKPOINTS = "runs/seed/checkpoints/*/*"
-ISLAND, ISLAND_STATE = "runs/islands/island-0/*", "runs/islands/island-0/checkpoints/*/*"
+ISLAND = "runs/islands/island-0/*"
+MET = "--island 0 --islands-rendezvous 127.0.0.1:PORT"
 PRICED = "plan tiny-llama sites.toml --global-batch 8 --seq 64 --tokens 1e6"
 ONE_JOB = "plan tiny-llama kinds.toml --one-job --global-batch 12 --seq 64 --precision float32 --fix pp=2,micro_batch=1"
 CHOSEN = " --set data.source=python-stdlib --set checkpoint.every=2"
@@ -279,7 +284,7 @@ SCENARIOS: list[tuple[str, tuple[str, ...]]] = [
     ("train checked.toml --set training.steps=6", ("checked.toml", "runs/checked/*", "runs/checked/*/*/*")),
     ("report runs/checked --no-search -o out.html", ("runs/checked/*",)),
     ("export runs/growing --to hf:out --average", ("runs/growing/run.toml", "kept/*/*")),
-    ("train islands.toml --island 0 --islands-rendezvous 127.0.0.1:PORT --set training.steps=6", (ISLAND, ISLAND_STATE)),
+    (f"train islands.toml {MET} --set training.steps=6", (ISLAND, "runs/islands/island-0/checkpoints/*/*")),
     ("report runs/islands/island-0 --no-search -o out.html", (ISLAND,)),
     ("watch runs/islands/island-0 --json", (ISLAND,)),
     ("compare runs/seed runs/islands/island-0 runs/checked", (ISLAND, "runs/checked/*")),
@@ -331,7 +336,7 @@ def make_good(folder: Path) -> None:
         "train growing.toml",
         "train ahead.toml",
         "train checked.toml",
-        "train islands.toml --island 0 --islands-rendezvous 127.0.0.1:29599",
+        f"train islands.toml {MET}".replace("PORT", "29599"),
         "export runs/ahead --to hf:further",
         "export runs/seed --to hf:hf",
         "plan tiny-llama cpux8 --global-batch 8 --seq 64 -o plan.toml",

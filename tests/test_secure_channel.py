@@ -226,9 +226,8 @@ def test_a_door_outlives_a_moment_without_threads() -> None:
         os._exit(0)
     where = ("127.0.0.1", int(os.read(heard, 20)))
     try:
-        with socket.create_connection(where, timeout=10) as line:
-            with pytest.raises(OSError):
-                greet(line, SECRET, "echo")
+        with socket.create_connection(where, timeout=10) as line, pytest.raises(OSError):
+            greet(line, SECRET, "echo")
         until = time.monotonic() + 30
         while time.monotonic() < until:
             with suppress(OSError), socket.create_connection(where, timeout=10) as line:

@@ -64,8 +64,8 @@ def require_checkpoints(folder: Place) -> None:
                 hidden = inner.startswith(".")  # a network file system has such names for files that are removed
                 if not hidden and inner not in (MANIFEST, INDEX) and not DATA_FILE.fullmatch(inner):
                     raise UserError(
-                        f"checkpoint.folder={place} has {name}/{inner}, which is of no checkpoint, and old checkpoints "
-                        "are removed with all they hold; use another checkpoint.folder"
+                        f"{place} has {name}/{inner}, which is of no checkpoint, and old checkpoints are removed with "
+                        "all they hold; use another folder of checkpoints"
                     )
 
 

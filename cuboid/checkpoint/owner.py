@@ -65,8 +65,9 @@ def own(run: Run, folder: Location) -> None:
 
 
 def check_writable(run: Run, folder: Location) -> None:
-    """Before anything of the run is written, or of an earlier one removed."""
-    if run.checkpoint.folder:
+    """Before anything of the run is written, or of an earlier one removed. A folder within the run's own is made with
+    it, unless something is there already."""
+    if run.checkpoint.folder or (run.checkpoint.every and os.path.lexists(folder.path)):
         if (folder / FILE).size is None and FILE in folder.names():
             raise UserError(f"checkpoint.folder={folder} cannot be written: its {FILE} is no file; remove it")
         _write(folder, PROBE, b"")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from cuboid.checkpoint.folder import copy, newest_whole, superfluous, withdraw
+from cuboid.checkpoint.folder import copy, newest_whole, require_checkpoints, superfluous, withdraw
 from cuboid.checkpoint.inspect import Description, Summary, describe, find, held_bytes, summarize
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import Damage, Watch
@@ -124,6 +124,7 @@ def _prune(place: str, keep: int | None, dry_run: bool, as_json: bool) -> int:
     found = _find(place)
     if str(found[0]) == str(locate(place)):
         raise UserError(f"{found[0]} is one checkpoint; prune takes a folder of them, use {found[0].parent}")
+    require_checkpoints(found[0].parent)
     with _progress("verifying", held_bytes(found[-1]), as_json) as watch:
         going = superfluous(found[0].parent, keep, watch=watch)
     freed = sum(held_bytes(checkpoint) for checkpoint in going)

@@ -113,15 +113,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Whoever starts this may have closed input, output and errors: a file of the run would get their number, and what a
-    library says would be written into it."""
+    """Whoever starts this may have closed input, output and errors: a file of the run would get their number, and
+    what a library says would be written into it."""
     with suppress(OSError):  # a system without a null device
         while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
             os.set_inheritable(number, True)
         os.close(number)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # for as long as this process lives
 
 
 def _status(given: list[str]) -> int:

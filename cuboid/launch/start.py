@@ -286,6 +286,8 @@ def _lead(
         claims.enter_context(claimed(Path(run.output.folder)))
         # Stores have no locks: there the file that names the owner decides.
         named = run.checkpoint.folder if "://" not in run.checkpoint.folder else ""
+        if os.path.realpath(named) == os.path.realpath(run.output.folder):  # which is claimed
+            named = ""
         known = named and Path(named).is_dir()
         if known:
             claims.enter_context(claimed(Path(named), field="checkpoint.folder"))

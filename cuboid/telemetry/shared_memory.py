@@ -57,8 +57,8 @@ SHORT = ("/tmp", MEMORY, "/var/tmp")
 
 
 def place_sockets() -> None:
-    """Those of multiprocessing, which go where temporary files do. Some schedulers' TMPDIR is too long for the address of
-    a socket."""
+    """Those of multiprocessing, which go where temporary files do. Some schedulers' TMPDIR is too long for the address
+    of a socket."""
     usual = tempfile.gettempdir()
     if len(os.fsencode(usual)) <= LONGEST_FOLDER:
         return

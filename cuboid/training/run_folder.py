@@ -184,6 +184,8 @@ def _write_run(run: Run, folder: Path) -> None:
 def _check_own_file(folder: Path) -> None:
     """Refuse to write over a run file that a person keeps there: a run writes its own without comments, and rows."""
     path = folder / RUN_FILE
+    if path.is_dir():
+        raise UserError(f"{path} is a folder, and a run's file must be there; remove it, or use another folder")
     if not path.exists() or (folder / "metrics.jsonl").exists():
         return
     with suppress(UserError):

@@ -226,7 +226,7 @@ def test_a_run_file_of_a_person_is_not_written_over(options: list[str], capsys: 
     Path("run.toml").write_text('# mine\nmodel = "tiny-llama"\n')
     Path("samples.jsonl").write_text("mine")
     sentence = refused(capsys, "run.toml", *options, *overrides("output.folder=.", "training.steps=1"))
-    assert sentence.startswith("output.folder=. holds a run.toml that no run has written, and this one would write over")
+    assert sentence.startswith("output.folder=. holds a run.toml that no run has written, and this one would write")
 
 
 @pytest.mark.parametrize("options", [[], ["--overwrite"]])
@@ -236,7 +236,35 @@ def test_folders_that_are_called_as_checkpoints_are_stay(
     Path("theirs/step-00000100").mkdir(parents=True)
     Path("theirs/step-00000100/model.pt").write_text("x")
     sentence = refused(capsys, *options, *overrides("checkpoint.folder=theirs", "training.steps=1"))
-    assert sentence.startswith("checkpoint.folder=theirs has step-00000100/model.pt, which is of no checkpoint, and old")
+    assert sentence.startswith("theirs has step-00000100/model.pt, which is of no checkpoint, and old checkpoints are")
+    before = sorted(Path().rglob("*"))
+    assert main(["checkpoint", "prune", "theirs", "--keep", "1"]) == 2
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_checkpoints_that_nobody_could_write_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that a link on another disk should lead to is not there."""
+    Path("run").mkdir()
+    Path("run/checkpoints").symlink_to("nowhere")
+    sentence = refused(capsys, *overrides("output.folder=run", "checkpoint.every=1"))
+    assert sentence == "checkpoint.folder=run/checkpoints cannot be written: File exists; use another folder"
+
+
+def test_a_run_may_keep_its_checkpoints_beside_its_rows() -> None:
+    fields = overrides("output.folder=run", "checkpoint.folder=run", "checkpoint.every=1", "training.steps=1")
+    fields += overrides("training.sequence=8", "training.global_batch=1", "training.device=cpu")
+    for options in ([], ["--overwrite"]):
+        assert main(["train", *fields, *options]) == 0
+    assert Path("run/step-00000001/manifest.json").exists() and Path("run/run.toml").exists()
+
+
+@pytest.mark.parametrize("options", [[], ["--overwrite"]])
+def test_a_folder_in_the_place_of_the_run_file_costs_no_row(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run/run.toml").mkdir(parents=True)
+    Path("run/metrics.jsonl").write_text("")
+    assert "run.toml is a folder" in refused(capsys, *options, *overrides("output.folder=run"))
 
 
 def test_a_folder_that_is_a_file_or_below_one(capsys: pytest.CaptureFixture[str]) -> None:

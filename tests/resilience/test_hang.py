@@ -60,6 +60,10 @@ def test_faults_are_read_from_one_line() -> None:
         ("kill step=3", r"^fault kill names no rank; use kill rank=1 step=5$"),
         ("kill rank=1 when=now", r"^fault kill has no when=now; use rank=, .*$"),
         ("kill rank=one", r"^fault kill rank=one has something that is no number; .*$"),
+        *(
+            (f"slow rank=0 seconds={odd}", r"^fault slow seconds=.* is no time to sleep")
+            for odd in ("nan", "-1", "1e400")
+        ),
         ("hang rank=1 at=lunch", r"^fault hang at=lunch is no place; use .*backward.*$"),
     ],
 )
