@@ -116,6 +116,8 @@ class Engine:
     """Fraction of the transfers between stages that compute waits for in the steady state."""
     transfer_scheduled: bool = False
     """Of that fraction only what the schedule cannot hide (`pipeline.waited_transfers`)."""
+    transfer_stops: bool = False
+    """A stage computes nothing while a message arrives from a slower network (`planning/heterogeneous.py`)."""
     transfer_split: bool = True
     """Tensor-parallel ranks send a slice each between stages and gather it on arrival."""
     optimizer_passes: float = 34.0

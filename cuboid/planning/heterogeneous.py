@@ -145,7 +145,7 @@ def predict_job(machines: Machines, layout: Layout, lines: Sequence[Line]) -> He
     question, lines = machines.first, _by_weights(layout, lines)
     part = held(question.model, layout, question.sequence)
     sent = _message_bytes(question, layout)
-    crossings = _all_hops(machines, lines, part)
+    senders = _senders(machines, lines, part)
     spans, rows, data, update, first = [], [], [0.0], [0.0], 0
     for line in lines:
         alike, batch = layout.as_replica(first, question.global_batch)
@@ -156,8 +156,9 @@ def predict_job(machines: Machines, layout: Layout, lines: Sequence[Line]) -> He
         count = batch // (alike.dp * alike.micro_batch)
         costs = _costs(line, part, known)
         message = sent * layout.micro_batch_of(first)
-        delays = _delays(machines, line, part, known, crossings, message)
-        spans.append(max(_span(alike, costs, delays, count), count * _busiest_link(machines, lines, part, message)))
+        delays = _delays(machines, line, part, known, senders, message)
+        works, waits = _received(question, line, part, costs, delays)
+        spans.append(max(_span(alike, works, waits, count), count * _busiest_link(machines, lines, part, message)))
         for each in asked.values():
             parts = score(each, Space.of([alike], each)).parts
             data.append(float(parts["data"][0]))
@@ -217,9 +218,10 @@ def line_timeline(machines: Machines, job: HeterogeneousJob, place: int, count: 
         group: stage_seconds(replace(machines.questions[group], global_batch=batch), alike)
         for group in set(line.groups)
     }
-    crossings = _all_hops(machines, job.lines, part)
-    delays = _delays(machines, line, part, known, crossings, sent * layout.micro_batch_of(first))
-    return simulate(make_schedule(layout.schedule, layout.pp, count, layout.vpp), _costs(line, part, known), delays)
+    senders = _senders(machines, job.lines, part)
+    delays = _delays(machines, line, part, known, senders, sent * layout.micro_batch_of(first))
+    works, waits = _received(question, line, part, _costs(line, part, known), delays)
+    return simulate(make_schedule(layout.schedule, layout.pp, count, layout.vpp), works, waits)
 
 
 Direction = tuple[str, str, bool]
@@ -232,6 +234,15 @@ def _all_hops(machines: Machines, lines: Sequence[Line], part: Held) -> Counter[
         for one, other in _hops(line, part):
             found[machines.direction(one, other)] += line.replicas
             found[machines.direction(other, one)] += line.replicas
+    return found
+
+
+def _senders(machines: Machines, lines: Sequence[Line], part: Held) -> Counter[Direction]:
+    """How many replicas send over a link in one direction."""
+    found: Counter[Direction] = Counter()
+    for line in lines:
+        for way in {machines.direction(*pair) for hop in _hops(line, part) for pair in (hop, hop[::-1])}:
+            found[way] += line.replicas
     return found
 
 
@@ -253,7 +264,7 @@ def _message_bytes(question: Question, layout: Layout) -> float:
     alone = layout.changed(batch_weights=(), micro_batch=1)
     jobs = Jobs.of([alone], global_batch=alone.batch_unit, sequence=question.sequence)
     each = single(transfer_bytes(Shape.of(question.model), jobs, question.profile))
-    return each * (layout.tp if layout.sequence_parallel else 1) * layout.cp
+    return each * layout.tp * layout.cp
 
 
 def _costs(line: Line, part: Held, known: dict[int, StageSeconds]) -> StageCosts:
@@ -270,10 +281,11 @@ def _delays(
     line: Line,
     part: Held,
     known: dict[int, StageSeconds],
-    crossings: Counter[Direction],
+    senders: Counter[Direction],
     sent: float,
 ) -> list[float]:
-    """Seconds of a message between each two neighbouring stages. All replicas send over a link at the same time."""
+    """Seconds of a message between each two neighbouring stages. All replicas send over a link at the same time, each
+    one message after another."""
     found = []
     for one, other in pairwise(part.rank):
         here, there = line.groups[one], line.groups[other]
@@ -281,8 +293,25 @@ def _delays(
             found.append(known[here].message if one != other else 0.0)
             continue
         rate, latency = machines.link(here, there)
-        found.append(crossings[machines.direction(here, there)] * sent / rate + latency)
+        found.append(senders[machines.direction(here, there)] * sent / rate + latency)
     return found
+
+
+def _received(
+    question: Question, line: Line, part: Held, costs: StageCosts, delays: Sequence[float]
+) -> tuple[StageCosts, list[float]]:
+    """Of an engine whose stages compute nothing while a message arrives from another group: it is work of the stage
+    that receives it."""
+    waits = list(delays)
+    if not question.profile.transfer_stops:
+        return costs, waits
+    forward, backward = list(costs.forward), list(costs.input_backward)
+    for stage, (one, other) in enumerate(pairwise(part.rank)):
+        if line.groups[one] != line.groups[other]:
+            forward[stage + 1] += waits[stage]
+            backward[stage] += waits[stage]
+            waits[stage] = 0.0
+    return replace(costs, forward=tuple(forward), input_backward=tuple(backward)), waits
 
 
 def _busiest_link(machines: Machines, lines: Sequence[Line], part: Held, sent: float) -> float:

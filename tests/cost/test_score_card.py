@@ -64,7 +64,9 @@ def test_sailor_on_equal_and_mixed_accelerators() -> None:
     assert len(found["all 36 rows"]) == 36 and len(found["mixed, none fitted"]) == 8
     assert errors["all 36 rows"] <= 0.08 and errors["alike, held out"] <= 0.08
     assert errors["mixed, none fitted"] <= 0.15
-    assert sailor.median([each.memory_error for each in found["each once"]]) <= 0.1
+    assert max(abs(each.time_error) for each in found["mixed, none fitted"]) <= 0.2
+    for name in ("each once", "mixed, none fitted"):
+        assert sailor.median([each.memory_error for each in found[name]]) <= 0.1
 
 
 def test_the_split_is_stable_and_holds_out_two_fifths() -> None:

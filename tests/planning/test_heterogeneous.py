@@ -96,6 +96,41 @@ def test_a_full_link_takes_as_long_whatever_the_micro_batches() -> None:
     assert min(spans) >= full
 
 
+@pytest.mark.parametrize(("engine", "copies"), [("cuboid", 4), ("megatron", 1)])
+def test_tensor_ranks_send_the_whole_message_together(engine: str, copies: int) -> None:
+    """Without sequence parallelism those of Cuboid send a copy each, those of Megatron-LM a part each."""
+    groups = lab("h100x8", "a100x8", gbit=0.1)
+    machines = Machines(groups, tuple(replace(each, engine=engine) for each in questions(groups, 128)))
+    seconds = {}
+    for name in ("tp=1,dp=8", "tp=4,dp=2,sequence_parallel=false", "tp=4,dp=2"):
+        layout = Layout.parse(f"{name},pp=2,zero=1,micro_batch=1")
+        seconds[name] = predict_mixed(machines, layout, (Line((0, 1), layout.dp),)).spans[0]
+    alone, copied, split = seconds.values()
+    assert split == pytest.approx(alone, rel=0.01)
+    assert copied == pytest.approx(copies * alone, rel=0.01)
+
+
+def test_stages_that_stop_for_messages_take_their_time_too() -> None:
+    groups = lab("h100x8", "a100x8", gbit=1)
+    layout, line = Layout.parse("dp=8,pp=2,micro_batch=1"), Line((0, 1), 8)
+    asked = questions(groups, 512)
+    beside, stops = (
+        predict_mixed(
+            Machines(
+                groups, tuple(replace(each, engine=replace(asked[0].profile, transfer_stops=stop)) for each in asked)
+            ),
+            layout,
+            (line,),
+        )
+        for stop in (False, True)
+    )
+    message = 8 * 4096 * MODEL.hidden * 2 / (1e9 / 8)
+    each = stops.spans[0] / (512 / 8)
+    busiest = max(here.seconds for here in beside.pipeline_ranks)
+    assert each == pytest.approx(message + busiest, rel=0.1) and stops.spans[0] > beside.spans[0]
+    assert stops.pipeline_ranks[0].seconds == beside.pipeline_ranks[0].seconds, "of computing"
+
+
 def test_replicas_of_one_line_may_have_other_weights() -> None:
     groups = lab("h100x8", "a100x8")
     machines = Machines(groups, tuple(questions(groups, 128)))
