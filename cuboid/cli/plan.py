@@ -112,9 +112,7 @@ def command(
         asked |= {"objective": objective if objective != "time" else None, "top": top if top != 5 else None}
         for name, value in asked.items():
             if value not in (None, False):
-                raise UserError(
-                    f"{name}={value} is not for one job over several groups; leave --{name} or --one-job out"
-                )
+                raise UserError(f"{name}={value} is not for one job over several groups; omit --{name} or --one-job")
     prices = _asks_for_prices(groups, objective, tokens, deadline, budget, front)
     place = groups.groups[0].cluster
     if purpose == "generate":
@@ -182,12 +180,15 @@ def command(
     if as_json:
         answer: dict[str, object] = {"model": question.model.name, "plans": [as_row(plan) for plan in found]}
         answer |= {"days": found[0].days(tokens), "kwh": found[0].energy(tokens)} if tokens else {}
+        answer |= {"omitted": groups.omitted()} if groups.omitted() else {}
         print(json.dumps(answer | (_as_json(changes) if changes is not None else {})))
         return
     from rich.console import Console
 
     console = Console(highlight=False)
     show(console, found, output, tokens)
+    for note in groups.omitted():
+        console.print(f"! {note}", style="yellow", markup=False)
     show_changes(console, changes)
 
 

@@ -187,6 +187,8 @@ def gathered_bytes(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
 
 
 ZERO = np.zeros(())
+FOR_WEIGHTS = 0.5
+"""Of the seconds that the host adds to a backward pass."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +240,11 @@ class LayerTimes:
             known = np.asarray(self.dense_fraction * dense + (1 - self.dense_fraction) * mixture)
             self._means[name, direction] = known
         return known
+
+    def put_off(self, attention: Array) -> Array:
+        """Seconds of a layer's backward pass that a schedule may put off: its weight gradients take as long as the
+        matmuls forward, and as many launches as those of inputs."""
+        return self.mean("compute", 0) - attention + FOR_WEIGHTS * self.mean("host", 1)
 
 
 def _expert(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> tuple[Array, Links]:
@@ -393,7 +400,7 @@ def head_seconds(shape: Shape, parts: Kernels, times: LayerTimes) -> HeadSeconds
     each = HeadSeconds(
         forward.total + begins + head.forward,
         backward.total + 2 * parts.projection + 0.7 * parts.embedding + head.backward,
-        forward.compute - parts.attention_forward + parts.projection + head.weight,
+        forward.compute - parts.attention_forward + FOR_WEIGHTS * backward.host + parts.projection + head.weight,
     )
     return HeadSeconds(
         head.forward + shape.predictions * each.forward,

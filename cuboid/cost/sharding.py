@@ -275,9 +275,10 @@ def offloaded_update(chip: Chip, engine: Engine, owned: Array, here: Array, forw
     if not engine.offload_elements:  # gradients go to the host, which updates, and weights come back
         moved = engine.gradient_wire + engine.parameter_wire + engine.optimizer_passes
         return np.asarray(moved * owned / chip.host_link)
-    # Both ways at once; the pass that follows starts as soon as its first weights are there.
+    # Both ways at once; the pass that follows starts as soon as its first weights are there, and slows down by what the
+    # update computes beside it.
     whole = np.maximum(engine.optimizer_bytes * owned / chip.host_link, here)
-    return np.asarray(np.maximum(whole - forward, 0.05 * whole))
+    return np.asarray(np.maximum(whole - forward, np.maximum(0.05 * whole, here)))
 
 
 def optimizer_time(jobs: Jobs, chip: Chip, engine: Engine, held: RankParameters, forward: Array) -> Array:

@@ -69,8 +69,7 @@ def _idle(shape: Shape, jobs: Jobs, times: LayerTimes, parts: Kernels, head: Hea
     """Seconds of the pipeline's bubble."""
     forward = (shape.layers * times.mean("total", 0) + head.forward + 0.3 * parts.embedding) / jobs.pp
     backward = (shape.layers * times.mean("total", 1) + head.backward + 0.7 * parts.embedding) / jobs.pp
-    # Weight gradients take as long as the multiplications forward.
-    weight = (shape.layers * (times.mean("compute", 0) - parts.attention_forward) + head.weight) / jobs.pp
+    weight = (shape.layers * times.put_off(parts.attention_forward) + head.weight) / jobs.pp
     return bubble(jobs, forward, backward, np.minimum(weight, backward / 2), np.maximum(others, 0.0))
 
 

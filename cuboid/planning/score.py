@@ -224,7 +224,7 @@ class Passes:
             for dense, mixture in zip(times.dense, times.mixture, strict=True)
         )
         head = head_seconds(shape, parts, times)
-        weight = shape.layers * (times.mean("compute", 0) - parts.attention_forward) + head.weight
+        weight = shape.layers * times.put_off(parts.attention_forward) + head.weight
         return cls(
             forward + head.forward + 0.3 * parts.embedding,
             backward + head.backward + 0.7 * parts.embedding,

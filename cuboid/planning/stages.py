@@ -10,7 +10,7 @@ from cuboid.cost.compute import Kernels, kernels
 from cuboid.cost.constants import Engine, engine_for
 from cuboid.cost.estimate import Machine
 from cuboid.cost.inputs import Array, Jobs, Shape, heavier, lighter, mixes, single
-from cuboid.cost.layers import LayerTimes, Pass, head_seconds, hop, layer_times
+from cuboid.cost.layers import FOR_WEIGHTS, LayerTimes, Pass, head_seconds, hop, layer_times
 from cuboid.cost.pipeline import is_v_shaped, with_shared_cores
 from cuboid.cost.pipeline import partition as assumed_partition
 from cuboid.planning.question import Question
@@ -200,7 +200,7 @@ def stage_costs(
     attention = single(parts.attention_forward)
     # Forward, backward and weight gradients of a layer that is recomputed more or less, without and with experts.
     of_each = [
-        (single(ahead.total), single(back.total), single(ahead.compute) - attention)
+        (single(ahead.total), single(back.total), single(ahead.compute) - attention + FOR_WEIGHTS * single(back.host))
         for ahead, back in (more.dense, more.mixture, less.dense, less.mixture)
     ]
     counts = list(layers) if layers is not None else even_layers(model.layers, layout.stages)

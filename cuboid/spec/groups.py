@@ -22,7 +22,7 @@ A file without groups is a single one: it means what it means to `load_cluster`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -82,6 +82,8 @@ class Group:
     """Mean hours until the group as a whole is lost: taken away, or its site is."""
     uplink_gbit: float | None = None
     """Gbit/s of its site in each direction, to all others together."""
+    usual_links: bool = False
+    """Its file gives no tiers: those of the accelerator's usual nodes are taken."""
 
     def __post_init__(self) -> None:
         check_types(self, "groups")
@@ -158,9 +160,9 @@ class Groups:
 
     def omitted(self) -> list[str]:
         """What the file does not say, and what that means."""
+        found = self._usual_links()
         if len(self.groups) == 1:
-            return []
-        found = []
+            return found
         lacking = {
             "uplink_gbit": "only the links limit what a site sends",
             "price": "what it costs is not said",
@@ -175,6 +177,17 @@ class Groups:
         if names := [group.name for group in self.groups if not group.cluster.watts]:
             found.append(f"watts of {_listed(names)} is not given, nor in the catalog: its energy is not known")
         return found
+
+    def _usual_links(self) -> list[str]:
+        """Links that are taken for groups whose file gives none."""
+        alike: dict[str, list[str]] = {}
+        for group in self.groups:
+            if group.usual_links:
+                tiers = [
+                    f"{tier.name} × {tier.size:,} at {tier.bandwidth:g} GB/s each way" for tier in group.cluster.tiers
+                ]
+                alike.setdefault(f"{_listed(tiers)}, usual with {group.cluster.accelerator}", []).append(group.name)
+        return [f"tiers of {_listed(names)} are not given: taken are {links}" for links, names in alike.items()]
 
 
 def load_groups(text: str) -> Groups:
@@ -201,7 +214,8 @@ def _from_file(path: Path) -> Groups:
     if "groups" not in table:
         if "links" in table:
             raise UserError(f"{path} has links and no groups to link; add [[groups]]")
-        return _single(cluster_from_table(table, path))
+        group = _single(cluster_from_table(table, path)).groups[0]
+        return Groups(name=group.name, groups=(replace(group, usual_links=_takes_usual_links(group.cluster, table)),))
     for key in table:
         require_known(key, dict.fromkeys(("name", "groups", "links")), "cluster")
     name = convert(table.get("name", path.stem), str, "cluster.name")
@@ -232,7 +246,11 @@ def _group(entry: object) -> Group:
         raise UserError(f'groups.accelerator is missing in {name}; write accelerator = "h100"')
     own: dict[str, object] = {key: table.pop(key) for key in OWN if key in table}
     cluster = cluster_from_table({"nodes": 1, **table, "name": name}, Path(name))
-    return decode(Group, {**own, "cluster": cluster}, "groups")
+    return decode(Group, {**own, "cluster": cluster, "usual_links": _takes_usual_links(cluster, table)}, "groups")
+
+
+def _takes_usual_links(cluster: ClusterSpec, table: Mapping[str, object]) -> bool:
+    return "tiers" not in table and cluster.accelerators > 1
 
 
 def _require_within(where: str, key: str, value: float, most: float, whose: str) -> None:

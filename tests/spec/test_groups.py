@@ -45,6 +45,10 @@ def test_groups_and_links(tmp_path: Path) -> None:
     assert (link.rate, link.latency) == (5e9 / 8, 0.07)
     assert (found.uplink(paris), found.uplink(oregon)) == (10 * GBIT, None)
     assert found.omitted() == [
+        "tiers of oregon are not given: taken are nvlink4 × 8 at 450 GB/s each way and infiniband-ndr × 32 at 50 GB/s "
+        "each way, usual with h100-80g",
+        "tiers of paris are not given: taken are nvlink3 × 8 at 300 GB/s each way and infiniband-hdr × 64 at 25 GB/s "
+        "each way, usual with a100-80g",
         "uplink_gbit of oregon is not given: only the links limit what a site sends",
         "price of paris is not given: what it costs is not said",
         "life_hours of paris is not given: it is taken to be lost as often as its accelerators fail",
@@ -55,7 +59,10 @@ def test_one_group_is_a_cluster_as_ever(tmp_path: Path) -> None:
     path = written(tmp_path, 'accelerator = "h100"\nnodes = 2\n')
     found = load_groups(path)
     assert [group.cluster for group in found.groups] == [load_cluster(path)]
-    assert found.omitted() == []
+    (said,) = found.omitted()
+    assert said.startswith("tiers of sites are not given: taken are nvlink4 × 8")
+    assert load_groups("h100x16").omitted() == [], "a name is no file"
+    assert load_groups(written(tmp_path, 'accelerator = "h100"\naccelerators_per_node = 1\n')).omitted() == []
     assert load_groups("h100x8").groups[0].cluster == load_cluster("h100x8")
 
 
