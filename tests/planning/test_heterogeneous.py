@@ -104,7 +104,7 @@ def test_tensor_ranks_send_the_whole_message_together(engine: str, copies: int) 
     seconds = {}
     for name in ("tp=1,dp=8", "tp=4,dp=2,sequence_parallel=false", "tp=4,dp=2"):
         layout = Layout.parse(f"{name},pp=2,zero=1,micro_batch=1")
-        seconds[name] = predict_mixed(machines, layout, (Line((0, 1), layout.dp),)).spans[0]
+        seconds[name] = predict_job(machines, layout, (Line((0, 1), layout.dp),)).spans[0]
     alone, copied, split = seconds.values()
     assert split == pytest.approx(alone, rel=0.01)
     assert copied == pytest.approx(copies * alone, rel=0.01)
@@ -115,7 +115,7 @@ def test_stages_that_stop_for_messages_take_their_time_too() -> None:
     layout, line = Layout.parse("dp=8,pp=2,micro_batch=1"), Line((0, 1), 8)
     asked = questions(groups, 512)
     beside, stops = (
-        predict_mixed(
+        predict_job(
             Machines(
                 groups, tuple(replace(each, engine=replace(asked[0].profile, transfer_stops=stop)) for each in asked)
             ),
