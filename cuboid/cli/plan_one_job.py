@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 from cuboid.errors import UserError, either
 from cuboid.planning.choose import fastest
 from cuboid.planning.energy import kilowatt_hours, sentence
-from cuboid.planning.heterogeneous import HeterogeneousJob, Machines, PipelineRank, line_timeline, predict_job
+from cuboid.planning.heterogeneous import (
+    HeterogeneousJob,
+    Machines,
+    PipelineRank,
+    layer_seconds,
+    line_timeline,
+    predict_job,
+)
 from cuboid.planning.heterogeneous_file import (
     dump_job_plan,
     job_run,
@@ -182,7 +189,7 @@ def reasons(machines: Machines, job: HeterogeneousJob) -> list[str]:
         f"{job.gradients:.3g} s for gradients within groups, {job.crossing:.3g} s for those between groups, "
         f"{job.update:.3g} s for the optimizer"
     )
-    each = {here.group: here.seconds / here.layers / here.sequences for here in job.pipeline_ranks if here.layers}
+    each = layer_seconds(machines, job)
     if layout.layers and len(each) > 1:
         times = ", ".join(f"{1e3 * seconds:.3g} ms on {group}" for group, seconds in each.items())
         found.append(f"layers={format_weights(layout.layers)}: a layer of a sequence takes {times}")

@@ -23,7 +23,7 @@ from cuboid.planning.question import Question
 from cuboid.planning.refine import StageSeconds, memory_table, short_counts, stage_seconds
 from cuboid.planning.score import score
 from cuboid.planning.space import Space
-from cuboid.planning.stages import Held, held
+from cuboid.planning.stages import Held, LayerSeconds, held
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import StageCosts, Timeline, simulate
 from cuboid.spec.groups import Groups
@@ -222,6 +222,20 @@ def line_timeline(machines: Machines, job: HeterogeneousJob, place: int, count: 
     delays = _delays(machines, line, part, known, senders, sent * layout.micro_batch_of(first))
     works, waits = _received(question, line, part, _costs(line, part, known), delays)
     return simulate(make_schedule(layout.schedule, layout.pp, count, layout.vpp), works, waits)
+
+
+def layer_seconds(machines: Machines, job: HeterogeneousJob) -> dict[str, float]:
+    """Group -> seconds of a layer of one sequence, forward and backward, on average; of groups that have ranks."""
+    layout, found, first = job.layout, {}, 0
+    for line in job.lines:
+        alike, batch = layout.as_replica(first, machines.first.global_batch)
+        first += line.replicas
+        for group in dict.fromkeys(line.groups):
+            question = replace(machines.questions[group], global_batch=batch)
+            times = LayerSeconds.of(question, Space.of([alike], question).jobs).times
+            each = single(times.mean("total", 0)) + single(times.mean("total", 1))
+            found[machines.names[group]] = each / alike.micro_batch
+    return found
 
 
 Direction = tuple[str, str, bool]
