@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from cuboid.planning.sensitivity import Change
 
 OBJECTIVES = ("time", "cost", "energy", "memory", "gpus")
+TOP = 5
+"""Layouts that are shown."""
 
 
 def command(
@@ -54,7 +56,7 @@ def command(
         str, typer.Option(help="Of fp8: a scale for each tensor, row or block (block: on Hopper).")
     ] = "tensor",
     fp8_experts: Annotated[bool, typer.Option(help="Of fp8: routed experts too (on Hopper).")] = False,
-    top: Annotated[int, typer.Option(min=1, max=100, help="How many layouts to show.")] = 5,
+    top: Annotated[int, typer.Option(min=1, max=100, help="How many layouts to show.")] = TOP,
     objective: Annotated[
         str | None,
         typer.Option(
@@ -103,17 +105,27 @@ def command(
     several = len(groups.groups) > 1
     if several:
         _check_groups(groups, cluster, purpose, for_engine, engine, objective)
+        if top != TOP and not one_job:
+            raise UserError(f"top={top} is for accelerators of one group, and {cluster} has several; omit --top")
     elif one_job:
         raise UserError(f"--one-job is for a cluster file with several groups; {cluster} has one")
     elif islands:
         raise UserError(f"--islands {islands} is for a cluster file with several groups; {cluster} has one")
     if one_job:
         asked = {"islands": islands, "sensitivity": sensitivity, "budget": budget, "deadline": deadline, "front": front}
-        asked |= {"objective": objective if objective != "time" else None, "top": top if top != 5 else None}
+        asked |= {"objective": objective if objective != "time" else None, "top": top if top != TOP else None}
         for name, value in asked.items():
             if value not in (None, False):
-                raise UserError(f"{name}={value} is not for one job over several groups; omit --{name} or --one-job")
+                shown = f"{name}={value}" if name != "sensitivity" else "--sensitivity"
+                raise UserError(f"{shown} is not for one job over several groups; omit it or --one-job")
     prices = _asks_for_prices(groups, objective, tokens, deadline, budget, front)
+    if prices:
+        # Objectives, limits and fronts compare parts of the cluster, which have none of these.
+        lacks = {"for": purpose if purpose != "train" else None, "top": top if top != TOP else None}
+        for name, value in (lacks | {"islands": islands, "sensitivity": sensitivity or None}).items():
+            if value is not None:
+                shown = f"{name}={value}" if name != "sensitivity" else "--sensitivity"
+                raise UserError(f"{shown} is not for objectives and limits of days, cost and energy; omit it, or those")
     place = groups.groups[0].cluster
     if purpose == "generate":
         sizes = (prompt_tokens, output_tokens)

@@ -439,7 +439,10 @@ def profiled(constants: Constants, cluster: ClusterSpec, kind: str) -> Constants
     for key, value in cluster.measured.get(kind, {}).items():
         key = OLD_NAMES.get(key, key)
         require_known(key, types, where)
-        values[key] = convert(value, types[key], f"{where}.{key}")
+        found = convert(value, types[key], f"{where}.{key}")
+        if isinstance(found, float) and (found < 0 or (found == 0 and key.endswith("bandwidth"))):
+            raise UserError(f"{where}.{key}={found:g} is no measurement; omit it, or measure with cuboid probe")
+        values[key] = found
     return replace(constants, **values)
 
 

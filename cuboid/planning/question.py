@@ -94,7 +94,9 @@ class Question:
             )
         for name in ("layers", "batch_weights", "shard_weights"):
             if self.fixed.get(name):
-                raise UserError(f"{name} is not searched for equal accelerators; use cuboid explain to predict it")
+                raise UserError(
+                    f"{name} cannot be fixed: for groups --one-job chooses it; use cuboid explain for your own"
+                )
         # What depends on fields that are still open is left to the search.
         open_fields = {"dp", "ep", "shard"} | (set() if "schedule" in self.fixed else {"vpp"})
         open_fields |= set() if "cp" in self.fixed else {"cp_method", "cp_inner"}

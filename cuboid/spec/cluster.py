@@ -13,7 +13,7 @@ latency = 3.0
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -26,6 +26,20 @@ from cuboid.spec.coding import check_types, decode, field_types, require_known
 MOST_ACCELERATORS = 10_000_000
 MOST_WATTS = 1e5
 """Of one accelerator; a wafer takes a quarter of it."""
+PEAKS = ("bf16", "fp16", "fp8", "fp4", "tf32", "float32", "float64")
+NEEDED = ("bf16", "fp16", "float32")
+"""Precisions of which every accelerator has one."""
+MOST_TFLOPS = 1e6
+# What lies beyond these bounds was written in another unit: MiB, bytes, bytes per second, seconds.
+UNITS = {
+    "memory_gib": (1e-3, 1e4, "GiB of one accelerator"),
+    "memory_bandwidth": (1e-2, 1e8, "GB/s of one accelerator's memory"),
+}
+LINK_UNITS = {
+    "bandwidth": (1e-6, 1e6, "GB/s of one accelerator in one direction"),
+    "latency": (1e-3, 1e7, "microseconds"),
+}
+"""Field -> the least and the most, and its unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +59,13 @@ class LinkTier:
         if self.size < 1:
             raise UserError(f"tier.size={self.size} of {self.name} is too small; use size=1 or more")
         for name in ("bandwidth", "latency"):
-            if getattr(self, name) <= 0:
+            value = getattr(self, name)
+            if value <= 0:
+                raise UserError(f"tier.{name}={value} of {self.name} is not positive; use a number above 0")
+            low, high, unit = LINK_UNITS[name]
+            if not low <= value <= high:
                 raise UserError(
-                    f"tier.{name}={getattr(self, name)} of {self.name} is not positive; use a number above 0"
+                    f"tier.{name}={value:g} of {self.name} is not between {low:g} and {high:g}; write it in {unit}"
                 )
 
 
@@ -80,6 +98,10 @@ class ClusterSpec:
         for name in ("nodes", "accelerators_per_node", "memory_gib", "memory_bandwidth"):
             if getattr(self, name) <= 0:
                 raise UserError(f"cluster.{name}={getattr(self, name)} is not positive; use {name}=1 or more")
+        for name, (low, high, unit) in UNITS.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UserError(f"cluster.{name}={value:g} is not between {low:g} and {high:g}; write it in {unit}")
         if self.accelerators > MOST_ACCELERATORS:
             raise UserError(
                 f"cluster.nodes={self.nodes} makes {self.accelerators} accelerators; use {MOST_ACCELERATORS} or less"
@@ -91,8 +113,15 @@ class ClusterSpec:
                 f"cluster.watts={self.watts:g} is not from 0 to {MOST_WATTS:g}; use 0 where board power is not known"
             )
         for precision, peak in self.peak_tflops.items():
+            require_known(precision, dict.fromkeys(PEAKS), "cluster.peak_tflops")
             if peak <= 0:
                 raise UserError(f"cluster.peak_tflops.{precision}={peak} is not positive; use a number above 0")
+            if peak > MOST_TFLOPS:
+                raise UserError(
+                    f"cluster.peak_tflops.{precision}={peak:g} is more than {MOST_TFLOPS:g}; write it in TFLOPS"
+                )
+        if not self.peak_tflops.keys() & set(NEEDED):
+            raise UserError(f"cluster.peak_tflops has none of {', '.join(NEEDED)}; add {NEEDED[0]} = 100.0 or the like")
         sizes = [tier.size for tier in self.tiers]
         if not sizes or sizes != sorted(set(sizes)) or sizes[-1] != self.accelerators:
             shown = either(f"{tier.name}={tier.size}" for tier in self.tiers) or "none"
@@ -161,7 +190,7 @@ def cluster_from_table(table: Table, path: Path) -> ClusterSpec:
         raise UserError(f"{path} has groups of accelerators and this takes one kind; name one of them, as in {names}")
     table.pop("probe", None)  # the measurements behind a profile, for readers
     for key in table:
-        require_known(key, field_types(ClusterSpec), "cluster")
+        require_known(key, {**field_types(ClusterSpec), "groups": None, "links": None}, "cluster")
     if "accelerator" not in table:
         raise UserError(f'cluster.accelerator is missing in {path}; write accelerator = "h100"')
     return _build({"name": path.stem, "nodes": 1, **table})
@@ -200,9 +229,31 @@ def accelerator_names() -> dict[str, str]:
 def canonical_name(name: str) -> str:
     """The catalog's name of an accelerator or of one of its aliases."""
     names = accelerator_names()
-    if name.lower() not in names:
-        raise UserError(f"unknown accelerator={name}; did you mean {either(nearest_names(name, names))}?")
-    return names[name.lower()]
+    if name.lower() in names:
+        return names[name.lower()]
+    raise UserError(f"unknown accelerator={name}; did you mean {either(_near(name))}?")
+
+
+def _near(name: str) -> list[str]:
+    inside = _names_in(name)
+    found = nearest_names(name, [known for known in accelerator_names() if not inside or inside[0] in known])
+    return list(dict.fromkeys([*inside, *found]))[:3]
+
+
+def _names_in(name: str) -> list[str]:
+    """The longest name that is in a longer one, such as a driver's: rtx4090 in NVIDIA GeForce RTX 4090."""
+    known = {re.sub("[^a-z0-9]", "", each): each for each in accelerator_names()}
+    between = "[^a-z0-9]*"
+    found = [each for each in known if re.search(rf"{between.join(each)}(?!\d)", name.lower())]
+    return [known[max(found, key=len)]] if found else []
+
+
+def tables_of(table: Table, key: str) -> list[Table]:
+    """`[[key]]` of a file."""
+    value = table.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+        raise UserError(f"{key} is no list of tables; write [[{key}]] before each of them")
+    return [dict(each) for each in value]
 
 
 @cache
@@ -216,16 +267,42 @@ def _build(table: Table) -> ClusterSpec:
     accelerator = table["accelerator"]
     if not isinstance(accelerator, str):
         raise UserError(f'cluster.accelerator={accelerator} is not a string; write accelerator = "h100"')
+    if "tiers" in table:
+        tables_of(table, "tiers")
     if complete:
         return decode(ClusterSpec, {"watts": _watts(accelerator)} | table, "cluster")
+    _require_described(accelerator, table)
     accelerator = canonical_name(accelerator)
     known = accelerator_table(accelerator)
     filled = {key: known[key] for key in (*FACTS, "accelerators_per_node")} | {"watts": _watts(accelerator)}
     filled |= table | {"accelerator": accelerator}
     nodes, per_node = filled["nodes"], filled["accelerators_per_node"]
+    if isinstance(per_node, int) and per_node < 1:
+        raise UserError(
+            f"cluster.accelerators_per_node={per_node} is not positive; use accelerators_per_node=1 or more"
+        )
     if "tiers" not in filled and isinstance(nodes, int) and isinstance(per_node, int):
         filled["tiers"] = _tiers(known["tiers"], max(nodes * per_node, 1), known["accelerators_per_node"], per_node)
     return decode(ClusterSpec, filled, "cluster")
+
+
+def _require_described(accelerator: str, table: Table) -> None:
+    """Of an accelerator that the catalog does not know a file says everything."""
+    if accelerator.lower() in accelerator_names():
+        return
+    counted = re.fullmatch(r"(.+)x(\d+)", accelerator)
+    if counted and counted[1].lower() in accelerator_names():
+        raise UserError(
+            f'accelerator={accelerator} is an accelerator and a number; write accelerator = "{counted[1]}", '
+            "and nodes and accelerators_per_node"
+        )
+    needed = ("tiers", *FACTS)
+    missing = [key for key in (*needed, "accelerators_per_node") if key not in table]
+    if table.keys() & set(needed):
+        raise UserError(
+            f"unknown accelerator={accelerator}; use {either(_near(accelerator))}, or add also "
+            f"{' and '.join(missing)}, which the catalog does not know of it"
+        )
 
 
 def _watts(accelerator: str) -> float:

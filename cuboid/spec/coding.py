@@ -170,7 +170,7 @@ def describe(hint: Any) -> str:
     hint, _ = unwrap_optional(hint)
     if get_origin(hint) is Literal:
         return either(str(option) for option in get_args(hint))
-    return TYPE_NAMES.get(hint, "a table")
+    return "a list" if get_origin(hint) in (tuple, list) else TYPE_NAMES.get(hint, "a table")
 
 
 def type_name(value: object) -> str:

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from cuboid.errors import UserError, either, nearest_names
 from cuboid.readers import Table, read_toml
-from cuboid.spec.cluster import ClusterSpec, cluster_from_table, load_cluster
+from cuboid.spec.cluster import ClusterSpec, cluster_from_table, load_cluster, tables_of
 from cuboid.spec.coding import check_types, convert, decode, field_types, require_known
 
 MOST_GROUPS = 256
@@ -52,8 +52,8 @@ class SiteLink:
         check_types(self, "links")
         if len(self.between) != 2:
             raise UserError(f"links.between={list(self.between)} does not name two sites; write between = [A, B]")
-        _require_within("links", "bandwidth_gbit", self.bandwidth_gbit, FASTEST_GBIT, " and ".join(self.between))
-        _require_within("links", "latency_ms", self.latency_ms, LONGEST_MS, " and ".join(self.between))
+        _require_within("links", "bandwidth_gbit", self.bandwidth_gbit, FASTEST_GBIT)
+        _require_within("links", "latency_ms", self.latency_ms, LONGEST_MS)
 
     @property
     def rate(self) -> float:
@@ -87,16 +87,16 @@ class Group:
 
     def __post_init__(self) -> None:
         check_types(self, "groups")
-        if not self.name or not self.name.isprintable() or ":" in self.name:
+        if not self.name.strip() or not self.name.isprintable() or ":" in self.name:
             raise UserError(f"groups.name={self.name!r} is no name; write letters and digits, without a colon")
         object.__setattr__(self, "site", self.site or self.name)
         for key, most in (("price", 1e6), ("spot_price", 1e6), ("life_hours", 1e7), ("uplink_gbit", FASTEST_GBIT)):
             value = getattr(self, key)
-            if value is not None and not (value == 0 and key in ("price", "spot_price")):
-                _require_within("groups", key, value, most, self.name)
+            if value is not None:
+                _require_within("groups", key, value, most, free=key in ("price", "spot_price"))
         if self.price is not None and self.spot_price is not None and self.spot_price > self.price:
             raise UserError(
-                f"groups.spot_price={self.spot_price:g} of {self.name} is above its price={self.price:g}; use "
+                f"groups.spot_price={self.spot_price:g} is above price={self.price:g}; use "
                 f"spot_price={self.price:g} or less"
             )
 
@@ -219,43 +219,45 @@ def _from_file(path: Path) -> Groups:
     for key in table:
         require_known(key, dict.fromkeys(("name", "groups", "links")), "cluster")
     name = convert(table.get("name", path.stem), str, "cluster.name")
-    groups = tuple(_group(entry) for entry in convert(table["groups"], list[object], "groups"))
-    links = tuple(decode(SiteLink, _table(entry, "links"), "links") for entry in _listed_tables(table, "links"))
+    groups = tuple(_group(entry, number) for number, entry in enumerate(tables_of(table, "groups")))
+    links = tuple(_link(entry) for entry in tables_of(table, "links"))
     return Groups(name=name, groups=groups, links=links)
 
 
-def _listed_tables(table: Table, key: str) -> list[object]:
-    found: list[object] = convert(table.get(key, []), list[object], key)
-    return found
-
-
-def _table(entry: object, where: str) -> Mapping[str, object]:
-    if not isinstance(entry, Mapping):
-        raise UserError(f"{where}={entry} is not a table; write [[{where}]]")
-    return entry
-
-
-def _group(entry: object) -> Group:
-    table = dict(_table(entry, "groups"))
+def _group(table: Table, number: int) -> Group:
     if "name" not in table:
-        raise UserError('groups.name is missing; write name = "oregon" in each [[groups]]')
-    name = convert(table["name"], str, "groups.name")
-    for key in table:
-        require_known(key, {**dict.fromkeys(OWN), **field_types(ClusterSpec)}, "groups")
-    if "accelerator" not in table:
-        raise UserError(f'groups.accelerator is missing in {name}; write accelerator = "h100"')
-    own: dict[str, object] = {key: table.pop(key) for key in OWN if key in table}
-    cluster = cluster_from_table({"nodes": 1, **table, "name": name}, Path(name))
-    return decode(Group, {**own, "cluster": cluster, "usual_links": _takes_usual_links(cluster, table)}, "groups")
+        raise UserError(f'groups[{number}].name is missing; write name = "oregon" in each [[groups]]')
+    name = convert(table["name"], str, f"groups[{number}].name")
+    try:
+        for key in table:
+            require_known(key, {**dict.fromkeys(OWN), **field_types(ClusterSpec)}, "groups")
+        if "accelerator" not in table:
+            raise UserError('groups.accelerator is missing; write accelerator = "h100"')
+        own: dict[str, object] = {key: table.pop(key) for key in OWN if key in table}
+        cluster = cluster_from_table({"nodes": 1, **table, "name": name or "-"}, Path(name))
+        return decode(Group, {**own, "cluster": cluster, "usual_links": _takes_usual_links(cluster, table)}, "groups")
+    except UserError as error:  # of many groups, says which
+        raise UserError(f"group {name}: {error}" if name.strip() and name.isprintable() else str(error)) from None
+
+
+def _link(table: Table) -> SiteLink:
+    try:
+        return decode(SiteLink, table, "links")
+    except UserError as error:
+        between = table.get("between")
+        sites = [str(site) for site in between] if isinstance(between, list) and len(between) == 2 else []
+        raise UserError(f"link between {' and '.join(sites)}: {error}" if sites else str(error)) from None
 
 
 def _takes_usual_links(cluster: ClusterSpec, table: Mapping[str, object]) -> bool:
     return "tiers" not in table and cluster.accelerators > 1
 
 
-def _require_within(where: str, key: str, value: float, most: float, whose: str) -> None:
-    if not 0 < value <= most:
-        raise UserError(f"{where}.{key}={value:g} of {whose} is not above 0 and at most {most:g}; use {key}=10")
+def _require_within(where: str, key: str, value: float, most: float, free: bool = False) -> None:
+    """`free`: it may be 0."""
+    if not 0 < value <= most and not (free and value == 0):
+        range_of = f"from 0 to {most:g}" if free else f"above 0 and at most {most:g}"
+        raise UserError(f"{where}.{key}={value:g} is not {range_of}; use {key}={1 if free else 10}")
 
 
 def _listed(names: list[str]) -> str:

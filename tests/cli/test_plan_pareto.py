@@ -104,6 +104,11 @@ def test_fewest_of_several_groups(folder: Path, capsys: pytest.CaptureFixture[st
         (["--budget", "-3"], "budget=-3 is not above 0"),
         (["--objective", "memory", "--budget", "9"], "objective=memory"),
         (["--deadline", "nan"], "deadline"),
+        (["--budget", "9", "--islands", "every=64"], "islands=every=64 is not for objectives and limits"),
+        (["--budget", "9", "--sensitivity"], "--sensitivity is not for objectives and limits"),
+        (["--top", "3"], "top=3 is for accelerators of one group"),
+        (["--one-job", "--sensitivity"], "--sensitivity is not for one job"),
+        (["--one-job", "--fix", "layers=12:12"], "layers cannot be fixed: for groups --one-job chooses it"),
     ],
 )
 def test_what_cannot_be_is_refused(

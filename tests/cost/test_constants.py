@@ -6,9 +6,10 @@ import pytest
 
 from cuboid.cost.communication import all_gather, all_reduce, group, reduce_scatter, transfer
 from cuboid.cost.constants import Fabric, chip_named, engine_named, profiled, slowed
-from cuboid.cost.estimate import Machine, estimate
+from cuboid.cost.estimate import Machine, estimate, machine_of
 from cuboid.cost.inputs import Jobs, Shape, number
 from cuboid.cost.layers import hop
+from cuboid.errors import UserError
 from cuboid.planning.choose import predict
 from cuboid.planning.question import Question
 from cuboid.spec.cluster import load_cluster
@@ -116,3 +117,10 @@ def test_profiles_with_older_names_of_constants_are_read() -> None:
     older = {"engine": {"own_exchanges": False, "grouped_narrow": 2.0}}
     found = profiled(engine_named("cuboid"), replace(load_cluster("cpux8"), measured=older), "engine")
     assert (found.own_collectives, found.grouped_fp8) == (False, 2.0)
+
+
+def test_a_measurement_is_not_negative() -> None:
+    for value in (-3.0, 0.0):
+        cluster = replace(load_cluster("h100x16"), measured={"fabric": {"outer_bandwidth": value}})
+        with pytest.raises(UserError, match=f"measured.fabric.outer_bandwidth={value:g} is no measurement; omit it"):
+            machine_of(cluster)
