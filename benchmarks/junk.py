@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 import socket
 import struct
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from cuboid.checkpoint.manifest import checksum_of_bytes
 from cuboid.spec.coding import dumps
 
 HUGE = 8 << 30
@@ -462,8 +465,33 @@ PLACED: dict[str, Callable[[Path], object]] = {
 }
 
 
+def seal(folder: Path) -> None:
+    """Makes the manifest of a checkpoint or a store agree with its files and with itself, as somebody would who means
+    harm: what is wrong then is not only a checksum."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        place = folder / "manifest.json"
+        table = json.loads(place.read_bytes())
+        for name, facts in table["files"].items():
+            content = (folder / name).read_bytes()
+            if "sha256" in facts:
+                facts.update(size=len(content), sha256=hashlib.sha256(content).hexdigest())
+            else:
+                facts.update(bytes=len(content), checksum=checksum_of_bytes(content))
+        if table.pop("checksum", None):
+            table["checksum"] = checksum_of_bytes(json.dumps(table).encode())
+        place.write_text(json.dumps(table, indent=1))
+
+
 def damage(path: Path, random: Random) -> str:
-    """Breaks one file; what was done to it, in a word."""
+    """Breaks one file; what was done to it, in a word or two."""
+    what = _damage(path, random)
+    if (path.parent / "manifest.json").is_file() and random.random() < 0.5:
+        seal(path.parent)
+        return f"{what}, sealed"
+    return what
+
+
+def _damage(path: Path, random: Random) -> str:
     if random.random() < 0.25:
         name = random.choice(list(PLACED))
         path.unlink()

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 from cuboid import __version__
 from cuboid.checkpoint.location import Location, locate
 from cuboid.errors import UserError
-from cuboid.readers import parse_json
+from cuboid.readers import parse_json, parse_toml
+from cuboid.spec.run import Run, build_run
 from cuboid.spec.train_state import from_table
 
 # Checksums of a checkpoint's files, spelled `kind:digits`. They find damage, and cost a tenth of what writing costs;
@@ -195,13 +196,28 @@ def read_manifest(place: Place) -> Manifest:
         values["course"] = table.get("course", {})
         values["files"] = {name: StoredFile(**facts) for name, facts in table["files"].items()}
         manifest = Manifest(**values)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise Damage(folder, MANIFEST, f"lacks or misspells {error}") from None
+    except KeyError as error:
+        raise Damage(folder, MANIFEST, f"lacks {error}") from None
+    except (TypeError, AttributeError):
+        raise Damage(folder, MANIFEST, "has files that are no table of bytes and checksum") from None
     own = table.get("checksum")
     if not isinstance(own, str) or not CHECKSUM.fullmatch(own) or manifest.render(kind_of(own)) != content:
         raise Damage(folder, MANIFEST, "does not match its checksum")
     _check_values(folder, manifest)
     return manifest
+
+
+def run_of(checkpoint: Location, manifest: Manifest) -> Run:
+    """The run that wrote a checkpoint."""
+    return parse_run(checkpoint, MANIFEST, manifest.run)
+
+
+def parse_run(folder: Location, name: str, text: str) -> Run:
+    """A run as a file in a folder of checkpoints has it."""
+    try:
+        return build_run(parse_toml(text))
+    except (ValueError, UserError) as error:
+        raise Damage(folder, name, f"holds no run ({error})") from None
 
 
 def _check_values(folder: Location, manifest: Manifest) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from cuboid.checkpoint.folder import checkpoint_path, prune, sweep
-from cuboid.checkpoint.location import Location
-from cuboid.checkpoint.manifest import Manifest, Place, StoredFile, data_file, read_manifest
+from cuboid.checkpoint.location import Location, locate
+from cuboid.checkpoint.manifest import INDEX, Damage, Manifest, Place, StoredFile, data_file, read_manifest
 from cuboid.checkpoint.owner import Ownership
 from cuboid.checkpoint.shards import ShardedTensor
 from cuboid.checkpoint.state import Moments, generators, restore_generators, state_to_load, state_to_save
@@ -134,9 +134,13 @@ def load(
     own = {name: held for name, held in own.items() if name in reader.names}
     missing = optimizer.beside().keys() - reader.names
     reader.fill({**{name: held for name, held in state.items() if name not in missing}, **own})
-    if to_check is not None and group is not None:
-        agree(str(reader.damage or ""), group)
-    restore_generators(engine, own)
+    damage = reader.damage
+    if damage is None and (name := restore_generators(engine, own)):
+        damage = Damage(locate(checkpoint), INDEX, f"is wrong about {name!r}, which is no state of a random generator")
+    if group is not None:
+        agree(str(damage or ""), group)
+    elif damage is not None:
+        raise damage
     optimizer.set_steps_taken(manifest.updates)
     engine.course.restore(manifest.course)
     if engine.loss_scale is not None:

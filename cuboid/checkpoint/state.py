@@ -129,10 +129,15 @@ def generators(engine: Engine) -> dict[str, ShardedTensor]:
     }
 
 
-def restore_generators(engine: Engine, states: dict[str, ShardedTensor]) -> None:
+def restore_generators(engine: Engine, states: dict[str, ShardedTensor]) -> str:
+    """Returns the first that is no state, or nothing: its bytes may be a stranger's."""
     for name, held in states.items():
         state = held.slices[0][1]
-        if name.split("/")[1] == "cuda":
-            torch.cuda.set_rng_state(state, engine.device)
-        else:
-            torch.set_rng_state(state)
+        try:
+            if name.split("/")[1] == "cuda":
+                torch.cuda.set_rng_state(state, engine.device)
+            else:
+                torch.set_rng_state(state)
+        except RuntimeError:
+            return name
+    return ""

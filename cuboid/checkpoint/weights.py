@@ -20,7 +20,7 @@ from torch import Tensor
 from cuboid.checkpoint.folder import checkpoints, newest_whole
 from cuboid.checkpoint.huggingface.folder import ModelFolder, model_of
 from cuboid.checkpoint.location import Location, locate
-from cuboid.checkpoint.manifest import INDEX, MANIFEST, Damage, Manifest, Place, read_content
+from cuboid.checkpoint.manifest import INDEX, MANIFEST, Damage, Manifest, Place, parse_run, read_content, run_of
 from cuboid.checkpoint.shards import Index, ShardedTensor, TensorSlice, Wishes
 from cuboid.checkpoint.state import weights_to_load
 from cuboid.checkpoint.storage import Reader
@@ -37,9 +37,8 @@ from cuboid.model.huggingface import (
 )
 from cuboid.parallel.coordination import Coordination, open_coordination
 from cuboid.parallel.parallelize import Engine
-from cuboid.readers import parse_toml
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.run import Run, build_run
+from cuboid.spec.run import Run
 
 RUN_FILE, OWN = "run.toml", "checkpoints"
 """What a run's folder holds."""
@@ -53,7 +52,7 @@ def find_checkpoint(place: Place) -> tuple[Location, Manifest, list[str]]:
         return given, verify(given), []
     elsewhere = ""
     if (given / RUN_FILE).exists:
-        elsewhere = _parse(given, RUN_FILE, read_content(given, RUN_FILE)).checkpoint.folder
+        elsewhere = _read_run(given).checkpoint.folder
     folder = next((folder for folder in (locate(elsewhere or given / OWN), given) if checkpoints(folder)), None)
     if folder is None:
         raise UserError(f"{given} holds no checkpoint; name a run that was trained with --set checkpoint.every=100")
@@ -63,16 +62,11 @@ def find_checkpoint(place: Place) -> tuple[Location, Manifest, list[str]]:
     return found, manifest, damaged
 
 
-def run_of(checkpoint: Location, manifest: Manifest) -> Run:
-    """The run that wrote a checkpoint."""
-    return _parse(checkpoint, MANIFEST, manifest.run.encode())
-
-
-def _parse(folder: Location, name: str, content: bytes) -> Run:
+def _read_run(given: Location) -> Run:
     try:
-        return build_run(parse_toml(content.decode()))
-    except (ValueError, UserError) as error:
-        raise Damage(folder, name, f"holds no run ({error})") from None
+        return parse_run(given, RUN_FILE, read_content(given, RUN_FILE).decode())
+    except UnicodeDecodeError:
+        raise Damage(given, RUN_FILE, "is not UTF-8 text") from None
 
 
 class Weights:

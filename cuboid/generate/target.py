@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cuboid.checkpoint.huggingface.folder import CONFIG, COPIED, ModelFolder, companions, model_of, require_inside
-from cuboid.checkpoint.weights import PREFIX, Weights, check_weights, find_checkpoint, run_of
+from cuboid.checkpoint.manifest import run_of
+from cuboid.checkpoint.weights import PREFIX, Weights, check_weights, find_checkpoint
 from cuboid.data.store import TOKENIZER
 from cuboid.data.tokenizer import BYTES, byte_tokenizer, load_tokenizer
 from cuboid.errors import UserError

@@ -29,7 +29,7 @@ from cuboid.spec.layout import require_positive
 from cuboid.spec.run import Run, check_chosen, check_supported, dump_run
 from cuboid.training.callbacks import callback_classes
 from cuboid.training.learning_rate import check_schedule
-from cuboid.training.run_folder import InUse, as_begun, checkpoint_folder, claimed, prepare_folder
+from cuboid.training.run_folder import InUse, as_begun, check_folders, checkpoint_folder, claimed, prepare_folder
 from cuboid.training.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -234,6 +234,7 @@ def _train(
     check_chosen(run)
     check_supported(run)
     check_trackers(run)
+    check_folders(run)
     run, begun = (run, "") if overwrite else as_begun(run)
     if run.profile.steps:  # read as torch is loaded, here and in ranks: the profiler says when it starts and stops
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")

@@ -16,15 +16,17 @@ from typing import Any
 
 from cuboid.checkpoint.folder import checkpoints, clear, newest_whole, require_checkpoints, step_of
 from cuboid.checkpoint.location import Location, locate
+from cuboid.checkpoint.manifest import parse_run, run_of
 from cuboid.checkpoint.memory.folder import IDENTITY, forget, identity_of, newest_in_memory
+from cuboid.checkpoint.owner import FILE as OWNER
 from cuboid.checkpoint.owner import Owner, check_writable, own, read_owner
 from cuboid.checkpoint.terms import PATTERN as LEADERS
 from cuboid.console import say
 from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
-from cuboid.readers import Missing, Unreadable, open_plain, parse_toml, read_text
+from cuboid.readers import Missing, Unreadable, open_plain, read_text
 from cuboid.secure_channel import NAME as SECRET
-from cuboid.spec.run import Run, build_run, dump_run, load_run
+from cuboid.spec.run import Run, dump_run, load_run
 from cuboid.telemetry.rows import metric_rows
 from cuboid.training.learning_rate import tell_change
 
@@ -128,10 +130,10 @@ def as_begun(run: Run) -> tuple[Run, str]:
     if mixture is None or mixture.scoring == "softmax" or not mixture.router_noise:
         return run, ""
     path = Path(run.output.folder) / RUN_FILE
-    _, manifest, _ = newest_whole(checkpoint_folder(run), contents=False)
+    found, manifest, _ = newest_whole(checkpoint_folder(run), contents=False)
     if manifest is None and not path.exists():
         return run, ""
-    begun = (load_run(path) if manifest is None else build_run(parse_toml(manifest.run))).model.mixture
+    begun = (load_run(path) if found is None or manifest is None else run_of(found, manifest)).model.mixture
     if begun is None or begun.noise_on == mixture.noise_on:
         return run, ""
     said = f"the run continues with model.mixture.noise_on={begun.noise_on}, as it began"
@@ -167,6 +169,18 @@ def prepare_folder(run: Run, overwrite: bool = False, take_over: bool = False) -
     except OSError as error:
         raise UserError(f"output.folder={folder} cannot be written: {error.strerror}; use another folder") from None
     return said
+
+
+def check_folders(run: Run) -> None:
+    """`new/../kept` is no folder before `new` is there, and `kept` after: the run in it would be missed now."""
+    for name, path in (("output", run.output.folder), ("checkpoint", run.checkpoint.folder)):
+        parts = Path(path).parts
+        for place in (index for index, part in enumerate(parts) if part == ".." and "://" not in path):
+            if not (before := Path(*parts[:place])).is_dir():
+                works = os.path.realpath(path) if Path(path).is_absolute() else os.path.relpath(os.path.realpath(path))
+                raise UserError(
+                    f"{name}.folder={path} goes through {before}, which is no folder; use {name}.folder={works}"
+                )
 
 
 def _write_run(run: Run, folder: Path) -> None:
@@ -224,9 +238,11 @@ def _other_owner(run: Run) -> Owner | None:
     owner = read_owner(place)
     if owner is not None:
         return owner if owner.identity != identity_of(run) else None
-    _, manifest, _ = newest_whole(place, contents=False)
-    wrote = build_run(parse_toml(manifest.run)).output.folder if manifest is not None else run.output.folder
-    if manifest is None or wrote == run.output.folder or not run.checkpoint.folder:
+    found, manifest, _ = newest_whole(place, contents=False)
+    if found is None or manifest is None or not run.checkpoint.folder:
+        return None
+    wrote = run_of(found, manifest).output.folder
+    if wrote == run.output.folder:
         return None
     return Owner("", wrote, "", manifest.run)
 
@@ -239,15 +255,15 @@ def _check_past(run: Run, folder: Path, take_over: bool = False) -> str:
         _check_logs(folder)
     other = None if take_over else _other_owner(run)
     if other is not None:
-        check_same_training(build_run(parse_toml(other.run)), run, other.named)
+        check_same_training(parse_run(checkpoint_folder(run), OWNER, other.run), run, other.named)
     # Names and sizes only: the ranks compare checksums as they read.
-    _, manifest, _ = newest_whole(checkpoint_folder(run), contents=False)
-    if manifest is None:
+    found, manifest, _ = newest_whole(checkpoint_folder(run), contents=False)
+    if found is None or manifest is None:
         if newest_in_memory(run) or not known:
             return ""
         _keep_finished(load_run(folder / RUN_FILE), run)
         return f"{folder} has no whole checkpoint: starting anew from step 0"
-    saved = build_run(parse_toml(manifest.run))
+    saved = run_of(found, manifest)
     check_same_training(saved, run)
     # The cursor in a checkpoint counts samples; of other data it would point at something else.
     if manifest.data != data_identity(run):

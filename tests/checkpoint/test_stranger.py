@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, checksum_of_bytes, read_manifest
-from cuboid.checkpoint.save import load
+from cuboid.checkpoint.owner import FILE as OWNER
+from cuboid.checkpoint.save import load, save
 from cuboid.checkpoint.storage import whole_tensors
 from cuboid.checkpoint.verify import damages, verify
 from cuboid.cli.main import main
 from cuboid.errors import UserError
 from cuboid.parallel.parallelize import build_engine
 from cuboid.training.optimizer import Optimizer
+from cuboid.training.run_folder import prepare_folder
 from tests.checkpoint.jobs import CPU, SMALL
 from tests.parallel.cases import small_run
 
@@ -145,3 +147,40 @@ def test_tensors_of_another_model_are_refused_by_name(checkpoint: Path) -> None:
         assert verify(checkpoint).step == 2
         with pytest.raises(UserError, match=f"{INDEX} {said} .*{name}, which needs 67×16"):
             load(engine, optimizer, checkpoint)
+
+
+@pytest.mark.parametrize("text", ["x = [[[", "\x0c", 'model = "no such model"', "[model]\nlayers = true"])
+def test_a_run_that_is_none(checkpoint: Path, tmp_path: Path, text: str) -> None:
+    """What its manifest says of the run is read before any rank starts."""
+    manifest = read_manifest(checkpoint)
+    (checkpoint / MANIFEST).write_bytes(Manifest(**{**manifest.__dict__, "run": text}).render())
+    run = small_run("dp=1", *SMALL, f"output.folder={tmp_path / 'run'}", f"checkpoint.folder={checkpoint.parent}")
+    with pytest.raises(UserError, match=f"{MANIFEST} holds no run"):
+        prepare_folder(run)
+    owner = {"identity": "another", "folder": "elsewhere", "host": "", "run": text}
+    (checkpoint.parent / OWNER).write_text(json.dumps(owner))
+    with pytest.raises(UserError, match=f"{OWNER} holds no run"):
+        prepare_folder(run)
+    assert not (tmp_path / "run").exists()
+
+
+def test_files_that_are_no_table(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = json.loads((checkpoint / MANIFEST).read_bytes())
+    for files in ([], {INDEX: 7}, {INDEX: {"bytes": 1}}):
+        (checkpoint / MANIFEST).write_text(json.dumps({**table, "files": files}))
+        refused(checkpoint, MANIFEST, capsys)
+        assert main(["checkpoint", "verify", str(checkpoint)]) == 1
+        assert "has files that are no table of bytes and checksum" in capsys.readouterr().out
+
+
+def test_a_generator_that_is_none(tmp_path: Path) -> None:
+    engine = build_engine(small_run("dp=1", *SMALL), 0, CPU)
+    optimizer = Optimizer(engine, engine.run.optimizer)
+    saved = Path(str(save(engine, optimizer, tmp_path, 2)))
+    index, (file,) = json.loads((saved / INDEX).read_bytes()), saved.glob("data-*.bin")
+    (chunk,) = index["generator/cpu/00000"]["chunks"]
+    content = bytearray(file.read_bytes())
+    content[chunk["position"] : chunk["position"] + chunk["bytes"]] = b"\xff" * chunk["bytes"]
+    put(saved, file.name, bytes(content))
+    with pytest.raises(UserError, match="generator/cpu/00000', which is no state of a random generator"):
+        load(engine, optimizer, saved)

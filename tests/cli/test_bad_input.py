@@ -193,6 +193,15 @@ def test_what_a_command_reads_it_does_not_write_over(
     assert "is a file that this command reads; use another name" in refusal(arguments.split(), capsys)
 
 
+@pytest.mark.parametrize("field", ["output.folder", "checkpoint.folder"])
+def test_a_way_through_a_folder_that_is_not_there_is_refused(
+    run_folder: Path, field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that lies there would be found only when its rows or checkpoints are mixed with this one's."""
+    job = ["train", "run/run.toml", "--set", f"{field}=new/../run"]
+    assert f"{field}=new/../run goes through new, which is no folder; use {field}=run" in refusal(job, capsys)
+
+
 def test_prompts_that_leave_no_room_are_refused_before_anything_is_written(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from cuboid.checkpoint.huggingface.folder import companions
-from cuboid.checkpoint.manifest import Place
+from cuboid.checkpoint.manifest import Place, run_of
 from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
 from cuboid.checkpoint.state import AVERAGE, PARAMETER
-from cuboid.checkpoint.weights import Weights, find_checkpoint, run_of
+from cuboid.checkpoint.weights import Weights, find_checkpoint
 from cuboid.errors import UserError
 from cuboid.model.huggingface import Origin, from_huggingface, parameter_shapes, to_huggingface
 from cuboid.spec.huggingface_writer import config_from_model
