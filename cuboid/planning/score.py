@@ -246,8 +246,11 @@ class Passes:
 
     def idle(self, jobs: Jobs, others: Array) -> Array:
         """Seconds a step that the slowest rank waits under each schedule. `others`: what all others compute."""
-        forward, backward = self.forward / jobs.pp, self.backward / jobs.pp
-        return bubble(jobs, forward, backward, np.minimum(self.weight / jobs.pp, backward / 2), others)
+        # With unequal stages the others are shorter than the mean of all, and so is the waiting for them.
+        each, gaps = (self.forward + self.backward) / jobs.pp, np.maximum(jobs.pp - 1, 1)
+        shorter = np.minimum(others / np.maximum(gaps * each, 1e-300), 1.0) / jobs.pp
+        forward, backward = shorter * self.forward, shorter * self.backward
+        return bubble(jobs, forward, backward, np.minimum(shorter * self.weight, backward / 2), others)
 
 
 def _total(each: Pass) -> Array:

@@ -12,9 +12,12 @@ from cuboid.planning.choose import _alike, _best_size, _within, cheapest, fewest
 from cuboid.planning.export.engines import FIXED
 from cuboid.planning.plan import amount, losses
 from cuboid.planning.question import Question, every_size, parse_fixed, parse_memory, resized, resized_cluster, sizes
+from cuboid.planning.score import score
 from cuboid.planning.search import search
+from cuboid.planning.space import Space
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.layout import Layout
+from cuboid.spec.model import ModelSpec
 
 GIB = 2**30
 
@@ -229,3 +232,16 @@ def test_too_small_names_what_the_user_fixed_and_not_what_the_engine_does(ask: C
     question = ask("deepseek-v2", "h100x8", sequence=4096, engine="deepspeed", target="deepspeed", fixed=fixed)
     with pytest.raises(UserError, match=r"too small for deepseek-v2 in deepspeed with tp=1 at global_batch=8 and"):
         plans(question)
+
+
+def test_one_micro_batch_on_unequal_stages_is_in_time() -> None:
+    """The closed form, by which parts of a cluster are looked at, must not be much longer than the simulation: 13
+    layers and a head on five ranks."""
+    model = ModelSpec(name="any", hidden=512, layers=13, heads=8, kv_heads=2, ffn=2048, vocab=50_000)
+    question = Question(model=model, cluster=load_cluster("mi300xx24"), global_batch=24, sequence=512)
+    five = plans(resized(question, 5), top=1)[0]
+    assert (five.layout.pp, five.layout.micro_batch, five.layout.schedule) == (5, 24, "zb1p")
+    closed = float(score(five.question, Space.of([five.layout], five.question)).seconds[0])
+    assert 0.98 < closed / five.seconds < 1.05
+    found = fewest(question, tokens=1e9, days=1.0001 * five.days(1e9), top=1)[0]
+    assert found.layout.world_size <= 5

@@ -202,7 +202,8 @@ def test_no_fewer_accelerators_would_do(batch: int, share: float) -> None:
     for number in every_size(cluster):
         if number < found.layout.world_size:
             smaller = search(resized(question, number), number, keep=1)
-            assert not len(smaller.space) or smaller.seconds[0] > seconds or plans_of(question, number) > seconds
+            far = not len(smaller.space) or smaller.seconds[0] > 1.2 * seconds  # the closed form is not so far off
+            assert far or plans_of(question, number) > seconds
 
 
 def plans_of(question: Question, number: int) -> float:
