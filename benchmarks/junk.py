@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import socket
+import stat
 import struct
 import tomllib
 from collections.abc import Callable
@@ -465,14 +466,21 @@ PLACED: dict[str, Callable[[Path], object]] = {
 }
 
 
+def _content(path: Path) -> bytes:
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size > 64 << 20:
+        raise ValueError(path)
+    return path.read_bytes()
+
+
 def seal(folder: Path) -> None:
     """Makes the manifest of a checkpoint or a store agree with its files and with itself, as somebody would who means
-    harm: what is wrong then is not only a checksum."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    harm: what is wrong then is not only a checksum. A folder with something that is no file, or is huge, stays as it is."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         place = folder / "manifest.json"
-        table = json.loads(place.read_bytes())
+        table = json.loads(_content(place))
         for name, facts in table["files"].items():
-            content = (folder / name).read_bytes()
+            content = _content(folder / name)
             if "sha256" in facts:
                 facts.update(size=len(content), sha256=hashlib.sha256(content).hexdigest())
             else:
