@@ -475,7 +475,7 @@ def _content(path: Path) -> bytes:
 
 def seal(folder: Path) -> None:
     """Makes the manifest of a checkpoint or a store agree with its files and with itself, as somebody would who means
-    harm: what is wrong then is not only a checksum. A folder with something that is no file, or is huge, stays as it is."""
+    harm: what is wrong then is not only a checksum. A folder with what is no file, or is huge, stays."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         place = folder / "manifest.json"
         table = json.loads(_content(place))
