@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cuboid.spec.sharding import places_of
-from cuboid.training.checks.hypotheses import UNKNOWN, Hypothesis
+from cuboid.spec.sharding import places_of, vocabulary_rows
+from cuboid.training.checks.hypotheses import UNKNOWN, Hypothesis, fitted_factor
 from cuboid.training.checks.located import Located
 from cuboid.training.checks.masks import Attend, wrong_masks
-from cuboid.verification.causes import activation_cause, first_cause
+from cuboid.verification.causes import activation_cause, first_cause, token_counts
 from cuboid.verification.evidence import Error, Evidence, Seen
 from cuboid.verification.record import PARTS
 from cuboid.verification.sums import wrong_weight_gradient
@@ -53,13 +53,21 @@ def first_gradient(evidence: Evidence) -> Located | None:
         if cause.startswith(UNKNOWN) and name.endswith("feed_forward_norm"):
             cause = _only_through_router(evidence, name) or cause
         if cause.startswith(UNKNOWN) and name == "head.output":
-            cause = "logits are right and the gradient of their loss is not: labels of other tokens, or a mask of them"
+            cause = (
+                _z_loss_cause(evidence, rank, micro_batch, seen)
+                or "logits are right and the gradient of their loss is not: labels of other tokens, or a mask of them"
+            )
         consumer = groups[index + 1][0] if index + 1 < len(groups) else "head"
         if name.rpartition(".")[2] in PARTS[:3] and cause.startswith(UNKNOWN):
             cause = _backward_of_attention(evidence, name, rank, micro_batch, seen) or cause
         where = _inside(consumer) if name.rpartition(".")[2] != "mixed" else _inside(name)
         if consumer.rpartition(".")[2] in PARTS[:3]:
             where = _inside(consumer)
+        further = _through_predictions(evidence) if cause.startswith(UNKNOWN) and consumer == "head" else None
+        if further is not None:
+            comes = "it comes through a layer that predicts further tokens"
+            is_unknown = further.cause.startswith(UNKNOWN)
+            where, cause = further.module, f"{UNKNOWN}; {comes}" if is_unknown else f"{comes}: {further.cause}"
         told = error.error, error.allowed, cause
         return Located(f"gradient of {name}", where, "input gradient", evidence.step + 1, micro_batch + 1, rank, *told)
     return None
@@ -96,7 +104,10 @@ def _first_of(evidence: Evidence, kind: str, name: str) -> tuple[int, int, Seen,
 def _deduced(evidence: Evidence, name: str) -> str:
     """From what is right before it."""
     if name.endswith("feed_forward") and f"{name}.router" in evidence.names:
-        return "the router's weights are right: what experts made comes back to other rows (dispatch), or from others"
+        mixture = evidence.run.model.mixture
+        more = ", or other assignments are beyond capacity_factor" if mixture and mixture.capacity_factor else ""
+        told = "the router's weights are right: experts compute something else, or rows go to others, or come back to"
+        return f"{told} other rows (dispatch){more}"
     if name.endswith("feed_forward.router"):
         told = "other experts are chosen, or weighted otherwise, for the same input"
         mixture = evidence.run.model.mixture
@@ -111,6 +122,33 @@ def _only_through_router(evidence: Evidence, name: str) -> str:
     if not names or any(wrong_weight_gradient(evidence, each) is not None for each in names):
         return ""
     return "only what comes back through the router is wrong: auxiliary losses, their factor or their statistics"
+
+
+def _z_loss_cause(evidence: Evidence, rank: int, micro_batch: int, seen: Seen) -> str:
+    """Of logits: a z-loss adds their softmax times its logarithm of the sum, times twice the coefficient."""
+    logits = evidence.rows("forward", "head.output", rank, micro_batch)
+    coefficient, tokens = evidence.run.training.z_loss, sum(token_counts(evidence).values())
+    if not coefficient or logits is None or not tokens:
+        return ""
+    first, count = vocabulary_rows(evidence.run.model.vocab, evidence.run.layout.tp, evidence.place(rank).tp)
+    whole = logits[0].logsumexp(1, keepdim=True) * logits[0].softmax(1)
+    added = whole[:, first : first + count]
+    if added.shape != seen.right.shape:
+        return ""
+    added = added * seen.right.any(1, keepdim=True)  # of tokens that count
+    factor = fitted_factor(seen.observed - seen.right, added)
+    if not evidence.explains(seen.right + factor * added, seen, "gradient"):
+        return ""
+    return f"the gradient of the z-loss is {1 + factor * tokens / (2 * coefficient):.4g} times what it should be"
+
+
+def _through_predictions(evidence: Evidence) -> Located | None:
+    """What the last layer's gradient has from prediction layers, which no activation shows: their weight gradients."""
+    first, names = f"layers.{evidence.run.model.layers}.", evidence.traces[0].gradients[evidence.step]
+    if not evidence.run.model.prediction_layers:
+        return None
+    every = (wrong_weight_gradient(evidence, name) for name in names if name.startswith(first) and "norm" in name)
+    return next((each for each in every if each is not None), None)
 
 
 # What attention saw, computed again from right queries, keys and values under other masks.

@@ -3,12 +3,17 @@ The first that explains the difference is told."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from cuboid.model.batch import IGNORED
+from cuboid.model.rope import rope_frequencies, rotated
+from cuboid.spec.model import ModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.ranks import groups
 from cuboid.training.checks.hypotheses import UNKNOWN, Axes, Hypothesis, fitted_factor, listed, named_factor
 from cuboid.verification.evidence import Evidence, Seen, size
@@ -77,7 +82,8 @@ def factor_cause(seen: Seen, evidence: Evidence, kind: str, replica: int | None 
     factor = fitted_factor(seen.observed, seen.right)
     if not evidence.explains(seen.right * factor, seen, kind):
         return ""
-    named = named_factor(factor, evidence.run, evidence.micro_batches, exact=not evidence.is_rounded)
+    exact = not evidence.is_rounded
+    named = named_factor(factor, evidence.run, evidence.micro_batches, exact, of_activations=kind == "forward")
     if kind != "forward" and replica is not None:
         named = token_factor(evidence, factor, replica, micro_batch) or named
     return named or (f"factor {factor:.4g}" if not evidence.is_rounded else "")
@@ -94,10 +100,12 @@ def activation_cause(evidence: Evidence, kind: str, name: str, rank: int, micro_
         or factor_cause(seen, evidence, kind, evidence.place(rank).dp, micro_batch)
         or (first_cause(_added(evidence, name, seen), seen, evidence, kind) if kind == "forward" else "")
         or first_cause(_elsewhere(evidence, kind, name, rank, micro_batch), seen, evidence, kind)
+        or (_epsilon_cause(evidence, name, seen) if kind == "forward" else "")
         or _of_each_token(evidence, seen, kind)
         or _in_another_order(evidence, seen, kind)
         or _dropped_cause(evidence, seen)
         or _rotation_cause(evidence, name, seen)
+        or rounding_cause(evidence, seen)
         or _which_tokens(evidence, seen, kind)
     )
 
@@ -171,9 +179,35 @@ def _of_each_token(evidence: Evidence, seen: Seen, kind: str) -> str:
     nothing = ~rows[0].any(1)
     if bool(nothing.any()) and float((factors[~nothing] - 1).abs().max()) <= (1e-6 if not evidence.is_rounded else 0.1):
         return f"it is zero for {int(nothing.sum())} of {len(nothing)} tokens: these were masked, or looked up nowhere"
-    return (
-        f"each token by a factor of its own, {low:.3g} to {high:.3g}: a norm over a part of it, a sum missing over tp"
-    )
+    told = "a norm over a part of it, a sum missing over tp" if evidence.run.layout.tp > 1 else "another norm"
+    return f"each token by a factor of its own, {low:.3g} to {high:.3g}: {told}"
+
+
+def _epsilon_cause(evidence: Evidence, name: str, seen: Seen) -> str:
+    """A norm divides by the root of m + epsilon, m the mean square of a token. From its right result m / (m + epsilon)
+    follows, and from what was observed then an epsilon of each token: if it is one for all, that is the cause."""
+    model, weights = evidence.run.model, evidence.before(evidence.traces[0], evidence.step)
+    weight, bias = (weights.get(f"{name}.{each}") for each in ("weight", "bias"))
+    if (
+        evidence.is_rounded
+        or weight is None
+        or weight.ndim > 1
+        or seen.right.ndim != 2
+        or isinstance(model, PythonModelSpec)
+    ):
+        return ""
+    factor = weight.double() + model.unit_norms
+    if factor.shape[0] != seen.right.shape[1] or bool((factor == 0).any()):
+        return ""
+    observed, right = ((x - (0 if bias is None else bias.double())) / factor for x in (seen.observed, seen.right))
+    square = right.square().mean(1)
+    means = model.norm_epsilon * square / (1 - square)
+    found = (means + model.norm_epsilon) * square / observed.square().mean(1).clamp(min=1e-300) - means
+    one = float(found.median())
+    made = right * ((means + model.norm_epsilon) / (means + one)).sqrt().unsqueeze(1)
+    if not 0 <= one < 1 or size(observed - made) > 1e-3 * size(observed - right):
+        return ""
+    return f"the norm's epsilon is {one:.3g} in place of {model.norm_epsilon:.3g}"
 
 
 def _in_another_order(evidence: Evidence, seen: Seen, kind: str) -> str:
@@ -208,16 +242,61 @@ def _rotation_cause(evidence: Evidence, name: str, seen: Seen) -> str:
     """Queries and keys whose pairs have the lengths they should have are rotated by other angles."""
     if not name.endswith((".query", ".key")) or seen.observed.ndim != 3:
         return ""
-    lengths = [_pair_lengths(x) for x in (seen.observed, seen.right)]
+    lengths = [_pair_lengths(_rotating(evidence.run.model, x)) for x in (seen.observed, seen.right)]
     away, apart = (lengths[0] - lengths[1]).abs().mean(), (seen.observed - seen.right).abs().mean()
     if away > (1e-6 if not evidence.is_rounded else 0.25) * apart:
         return ""
+    if not _is_moved(evidence, int(name.split(".")[1]), seen):
+        return "rotated by other angles, at the right positions: another theta or scaling of RoPE"
     return "rotated by other angles: positions of other tokens, such as another chunk of the sequence"
+
+
+def _is_moved(evidence: Evidence, layer: int, seen: Seen) -> bool:
+    """Whether each token is rotated as at another position of its sequence."""
+    model, length = evidence.run.model, evidence.run.training.sequence
+    if length > MANY // 8:  # too many to try
+        return True
+    frequencies = rope_frequencies(_as_windowed(model) if model.window_of(layer) else model).double()
+    observed, right = (_rotating(model, x) for x in (seen.observed, seen.right))
+    best, nearest = right.clone(), (observed - right).flatten(1).square().sum(1)
+    for distance in range(1 - length, length):
+        angles = (distance * frequencies).repeat(2)
+        made = rotated(right, angles.cos(), angles.sin())
+        away = (observed - made).flatten(1).square().sum(1)
+        best[away < nearest], nearest = made[away < nearest], torch.minimum(away, nearest)
+    # The tables are of float32: angles of two positions differ by not quite so much as those of their distance.
+    return size(observed - best) <= (1e-3 if not evidence.is_rounded else 0.35) * size(observed - right)
+
+
+def _as_windowed(model: ModelSpec) -> ModelSpec:
+    if not model.window_rope_theta:
+        return model
+    return replace(model, rope_theta=model.window_rope_theta, rope_factor=1.0, rope_scaling=None, yarn=None)
+
+
+def _rotating(model: ModelSpec, x: Tensor) -> Tensor:
+    """What of queries and keys rotates."""
+    return x if model.latent is None else x[..., -model.latent.qk_rope_dim :]
 
 
 def _pair_lengths(x: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return (first.square() + second.square()).sqrt()
+
+
+def rounding_cause(evidence: Evidence, seen: Seen) -> str:
+    """In float64: whether each element is off by what rounding to fewer bits makes of it, and not by more."""
+    held = (seen.right != 0) & ((seen.observed - seen.right).abs() > 1e-12 * seen.right.abs())
+    if evidence.run.training.precision != "float64" or int(held.sum()) < max(8, held.numel() / 4):
+        return ""
+    off = ((seen.observed - seen.right) / seen.right.abs())[held]
+    off = off[:: -(-len(off) // MANY**2)]  # torch takes quantiles of 2^24 elements at most
+    most, together = float(off.abs().quantile(0.75)), float(off.median().abs())
+    for precision, bits in (("bf16", 8), ("fp16", 11), ("float32", 23)):
+        # A few roundings of each; up or down by chance.
+        if 2.0 ** -(bits + 3) <= most <= 2.0 ** -(bits - 2) and together <= most:
+            return f"elements are off by 2^{math.log2(most):.0f}, as rounding to {precision} makes them"
+    return ""
 
 
 def _which_tokens(evidence: Evidence, seen: Seen, kind: str) -> str:

@@ -103,7 +103,8 @@ def _observe(run: Run, rank: int, recorded: int | None = None) -> tuple[Trace | 
             averages = whole(engine, lambda shard: optimizer.state_of(shard)[AVERAGE])
             trace.averages.append({f"{AVERAGE}/{name}": average for name, average in averages.items()})
         found = [f"rank {place} {line}" for place, lines in gathered(engine, _not_as_kept(engine)) for line in lines]
-        found += [str(deviation) for deviation in deviations(engine, optimizer)]
+        trace.unequal.append(deviations(engine, optimizer))
+        found += [str(deviation) for deviation in trace.unequal[-1]]
         found += [f"{name}: padding is not zero" for name in sorted(padding)]
         trace.deviations.append(found)
     records: list[tuple[int, RankRecord]] = []

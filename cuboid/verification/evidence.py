@@ -61,6 +61,8 @@ class Evidence:
     """What the same processes recorded."""
     ranks: list[RankRecord]
     source: Source
+    wider: float = LOCATING
+    """By how much bounds in 16 bits are wider than those of `rounding`."""
 
     @property
     def is_rounded(self) -> bool:
@@ -184,7 +186,7 @@ class Evidence:
         return set(self.names[: routers[0]] if routers else self.names)
 
     def _least(self, kind: str, name: str) -> float:
-        rounding = LOCATING * MULTIPLE * TENSOR_ROUNDOFF.get(self.run.training.precision, ROUNDOFF)
+        rounding = self.wider * MULTIPLE * TENSOR_ROUNDOFF.get(self.run.training.precision, ROUNDOFF)
         routed = self.run.model.mixture is not None and not (kind == "forward" and name in self._before_routing)
         return max(rounding, REROUTED) if routed else rounding
 
@@ -200,7 +202,7 @@ class Evidence:
         if not scale:
             return Error(_finite(size(seen.observed)), 0.0)
         spread = max(size(each - exact) for each in rounded) / scale
-        bound = max(LOCATING * MULTIPLE * max(spread, self._typical[kind]), self._least(kind, name))
+        bound = max(self.wider * MULTIPLE * max(spread, self._typical[kind]), self._least(kind, name))
         return Error(_finite(size(seen.observed - rounded[0]) / scale), bound)
 
     def explains(self, made: Tensor, seen: Seen, kind: str) -> bool:

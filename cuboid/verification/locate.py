@@ -20,6 +20,7 @@ from cuboid.verification.rounding import ROUNDED
 from cuboid.verification.sums import (
     first_loss,
     first_norm,
+    first_prediction_loss,
     first_reduction,
     first_statistics,
     first_weight_gradient,
@@ -32,7 +33,10 @@ def locate(run: Run, step: int, observed: Trace, records: list[RankRecord]) -> L
     """`step`: the first that differs, counted from 0; `observed`: its trace, and `records` of it by all ranks."""
     traces, samples = recorded_references(run, step)
     ordered = sorted(records, key=lambda record: record.rank)
-    return first_difference(Evidence(run, step, observed, traces, samples, ordered, make_source(run)))
+    evidence = Evidence(run, step, observed, traces, samples, ordered, make_source(run))
+    # What is not found so is close to its bound: it is looked for by the bounds with which it was found to differ.
+    found = first_difference(evidence)
+    return first_difference(replace(evidence, wider=1.0)) if found is None and evidence.is_rounded else found
 
 
 def first_difference(evidence: Evidence) -> Located | None:
@@ -40,6 +44,7 @@ def first_difference(evidence: Evidence) -> Located | None:
         first_weight,
         first_activation,
         first_loss,
+        first_prediction_loss,
         first_gradient,
         first_weight_gradient,
         first_reduction,

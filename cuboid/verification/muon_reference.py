@@ -19,7 +19,7 @@ DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32, "float64": torch.flo
 
 
 class MuonUpdates:
-    """Muon as its papers write it, one whole matrix after another."""
+    """Muon as its papers write it, one whole matrix after another: those among `parameters` that it updates."""
 
     def __init__(self, run: Run, parameters: Mapping[str, Tensor]) -> None:
         self._run, self._parameters = run, parameters
@@ -27,7 +27,7 @@ class MuonUpdates:
         for layer in range(run.model.all_layers):
             for unit in units(run.model, [layer], first=False, last=False):
                 for name, declared in unit.parameters.items():
-                    if is_muon(unit.name, declared):
+                    if is_muon(unit.name, declared) and name in parameters:
                         self._matrices[name] = matrices_of(run, name, declared.shape)
         self._momentum = {name: torch.zeros_like(parameters[name]) for name in self._matrices}
         self.names = self._matrices.keys()

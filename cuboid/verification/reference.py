@@ -37,6 +37,7 @@ from cuboid.training.adamw import named_moments
 from cuboid.training.learning_rate import learning_rate
 from cuboid.training.own_optimizer import Named, elements_of, numbers_of
 from cuboid.training.own_optimizer import Updates as OwnUpdates
+from cuboid.training.replicas import Deviation
 from cuboid.verification.muon_reference import HeadClip, MuonUpdates
 from cuboid.verification.samples import Samples
 
@@ -120,7 +121,9 @@ class Trace:
     unforeseen: list[str] = field(default_factory=list)
     """Collectives between ranks that are not as the planner counts them."""
     deviations: list[list[str]] = field(default_factory=list)
-    """After each step, copies on several ranks that are not equal."""
+    """After each step, copies on several ranks that are not equal, and padding that is not zero."""
+    unequal: list[list[Deviation]] = field(default_factory=list)
+    """The copies among these."""
     routers: list[Tensor] = field(default_factory=list)
     """Of a mixture: a row per layer, assignments of each expert and the sums of its auxiliary losses."""
 

@@ -15,11 +15,19 @@ from cuboid.training.checks.hypotheses import (
     Hypothesis,
     count_named,
     fitted_factor,
+    listed,
     named_factor,
+    shifted,
     sum_hypotheses,
 )
 from cuboid.training.checks.located import Located, module_of
-from cuboid.verification.causes import factor_cause, first_cause, token_counts, weighted_hypotheses
+from cuboid.verification.causes import (
+    factor_cause,
+    first_cause,
+    rounding_cause,
+    token_counts,
+    weighted_hypotheses,
+)
 from cuboid.verification.compare import relative_error
 from cuboid.verification.evidence import Error, Evidence, Seen, part_of, shard_of, size
 from cuboid.verification.follows import NORM, norm
@@ -67,6 +75,23 @@ def first_loss(evidence: Evidence) -> Located | None:
                     cause = _loss_cause(evidence, observed, expected[0], tokens)
                     where = evidence.step + 1, micro_batch + 1, min(parts)
                     return Located("loss", "head", "loss", *where, error.error, error.allowed, cause)
+    return None
+
+
+def first_prediction_loss(evidence: Evidence) -> Located | None:
+    """Of layers that predict further tokens, whose activations nobody records."""
+    model, step = evidence.run.model, evidence.step
+    for depth in range(model.prediction_layers):
+        place = step * model.prediction_layers + depth
+        observed, *expected = (trace.prediction_losses[place] for trace in (evidence.observed, *evidence.traces))
+        error = _number(evidence, observed, expected)
+        if error.is_wrong:
+            factor = observed / (expected[0] or math.nan)
+            cause = named_factor(factor, evidence.run, evidence.micro_batches, exact=not evidence.is_rounded)
+            cause = cause or "what it reads is right: labels of other tokens, a mask of them, or what it computes"
+            name = f"layers.{model.layers + depth}"
+            told = error.error, error.allowed, cause
+            return Located(f"loss of {name}", name, "loss", step + 1, None, None, *told)
     return None
 
 
@@ -303,6 +328,7 @@ def _reduction_cause(evidence: Evidence, name: str, rank: int, part: Part, start
             if not exact and (named := named_factor(factor, evidence.run, evidence.micro_batches, exact)):
                 yield named, lambda: factor * seen.right
             yield from sum_hypotheses(ordered)
+            yield from _other_groups(evidence, name, rank, part, start, stop)
             if counts:
                 yield from weighted_hypotheses(parts, counts)
         if step:
@@ -323,12 +349,35 @@ def _reduction_cause(evidence: Evidence, name: str, rank: int, part: Part, start
         for first in range(0, whole.numel() - (stop - start) + 1, max(stop - start, 1)):
             if first != start:
                 yield "it is the gradient of another shard", lambda o=first: whole[o : o + stop - start]  # type: ignore[misc]
+        yield from shifted(seen.observed, seen.right)
 
     return (
         first_cause(hypotheses(), seen, evidence, "weight gradient")
         or factor_cause(seen, evidence, "weight gradient")
+        or rounding_cause(evidence, seen)
         or UNKNOWN
     )
+
+
+def _other_groups(evidence: Evidence, name: str, rank: int, part: Part, start: int, stop: int) -> Iterator[Hypothesis]:
+    """Sums over ranks that hold other slices: neighbours, or ranks at equal distances, of which this rank is one."""
+    own, world = dict[int, Tensor](), len(evidence.ranks)
+    holders = [each.rank for each in evidence.ranks if each.parts.get(name) == part]
+    for record in evidence.ranks:
+        held = record.parts.get(name)
+        if held is not None and held.shape == part.shape:
+            values = [x for (of, _), x in record.own.items() if of == name]
+            whole = torch.stack(values).double().sum(0) if values else torch.zeros(part.shape, dtype=torch.float64)
+            own[record.rank] = whole.flatten()[start:stop]
+    for many in (each for each in range(2, world + 1) if world % each == 0):
+        for apart in (each for each in range(1, world // many + 1) if world // many % each == 0):
+            first = rank - rank // apart % many * apart
+            some = tuple(range(first, first + many * apart, apart))
+            if set(some) <= own.keys() and not set(some) <= set(holders):
+                told = (
+                    f"summed over ranks {listed(some)}, which hold other slices, in place of {listed(tuple(holders))}"
+                )
+                yield told, lambda some=some: torch.stack([own[each] for each in some]).sum(0)  # type: ignore[misc]
 
 
 # The norm of the whole gradient.
@@ -362,7 +411,7 @@ def _norm_cause(evidence: Evidence, observed: float, right: float) -> str:
         "key-value heads that several tp ranks hold": lambda part: part.slice.sharing == "kv",
         "parameters that are split": lambda part: part.slice.sharing == "own",
         "experts": lambda part: ".experts." in part.name,
-        "the tied embedding": lambda part: part.name == "embedding.tokens.weight",
+        "gradients of the tied embedding": lambda part: part.name == "embedding.tokens.weight",
     }
     extra, total = observed**2 - right**2, right**2
     if observed == observed and extra:

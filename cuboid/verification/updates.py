@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
 from cuboid.model.initialize import learning_rate_factor
+from cuboid.spec.optimizer import OptimizerSpec
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.ranks import groups
 from cuboid.training.checks.hypotheses import RATE, UNKNOWN, Hypothesis, fitted_factor, named_factor, step_and_decay
@@ -18,6 +20,7 @@ from cuboid.training.learning_rate import learning_rate
 from cuboid.verification.causes import first_cause
 from cuboid.verification.evidence import Error, Evidence, Seen, part_of, shard_of, size
 from cuboid.verification.follows import UPDATE, average_error, replayed
+from cuboid.verification.muon_reference import MuonUpdates
 from cuboid.verification.record import RankRecord, Shard
 from cuboid.verification.reference import Tensors
 from cuboid.verification.rounding import DECIDED, ROUNDOFF, TENSOR_ROUNDOFF, allowed, decided, walked
@@ -79,6 +82,9 @@ def _weight_cause(evidence: Evidence, rank: int, shard: Shard, seen: Seen, step:
             other = record.parts.get(part.name)
             if other is not None and other.slice != cut and other.shape == part.shape:
                 yield f"it is the slice of rank {record.rank}", lambda o=other: part_of(now, o).flatten()  # type: ignore[misc]
+        for name, value in evidence.before(evidence.follows, step).items():
+            if name != part.name and value.shape == now.shape:
+                yield f"it is {name}", lambda v=value: part_of(v.double(), part).flatten()  # type: ignore[misc]
         yield "not a number", lambda: seen.observed if not seen.observed.isfinite().all() else None
 
     found = first_cause(hypotheses(), seen, evidence, "forward")
@@ -256,12 +262,13 @@ def _update_cause(evidence: Evidence, rank: int, shard: Shard, seen: Seen) -> st
     def hypotheses() -> Iterator[Hypothesis]:
         yield "stale by one step: it was not updated", lambda: before
         yield "the update has the wrong sign", lambda: before - right
+        for told, whole in (*_adam_variants(evidence, part.name), *_muon_variants(evidence, part.name)):
+            yield told, lambda w=whole: shard_of(w, shard)  # type: ignore[misc]
+        # Whichever multiple of the gradient comes nearest: after what says more.
         yield (
             "the gradient is clipped by another norm than that of the whole gradient",
             lambda: _clipped_otherwise(evidence, shard, seen),
         )
-        for told, whole in _adam_variants(evidence, part.name):
-            yield told, lambda w=whole: shard_of(w, shard)  # type: ignore[misc]
         moved = trace.parameters[step][part.name].double() - begun
         flat = part_of(moved, part).flatten()
         length = shard[2] - shard[1]
@@ -276,7 +283,7 @@ def _update_cause(evidence: Evidence, rank: int, shard: Shard, seen: Seen) -> st
                     lambda t=theirs: before + part_of(moved, t).flatten()[shard[1] : shard[2]],  # type: ignore[misc]
                 )
 
-    found = first_cause(hypotheses(), seen, evidence, "forward")
+    found = first_cause(hypotheses(), seen, evidence, "forward") or _clipped_rows_cause(evidence, shard, seen)
     if found:
         return found
     # Decay depends on no gradient.
@@ -292,7 +299,7 @@ def _update_cause(evidence: Evidence, rank: int, shard: Shard, seen: Seen) -> st
     if found:
         return found
     if run.optimizer.is_muon and len(part.full_shape) > 1:
-        return "another matrix was orthogonalised: a part of it, or parts in the wrong places"
+        return "another matrix was orthogonalised: a part of it, parts in the wrong places, or another momentum"
     return UNKNOWN
 
 
@@ -322,6 +329,61 @@ def _adam_variants(evidence: Evidence, name: str) -> Iterator[tuple[str, Tensor]
         yield "weight decay on a parameter that has none", adam.after(decays=True)
     if evidence.step:
         yield "the moments of the steps before are lost", adam.after(fresh=True)
+    for more in (1, -1, 2):
+        if more + evidence.step >= 0:
+            updates = f"{more + 1 + evidence.step} updates in place of {1 + evidence.step}"
+            yield f"bias correction of {updates}: the step count is off", adam.after(more=more)
+
+
+def _clipped_rows_cause(evidence: Evidence, shard: Shard, seen: Seen) -> str:
+    """QK-clip multiplies the rows of a head, after all else."""
+    part, start, stop, _ = shard
+    if not evidence.run.optimizer.qk_clip or len(part.shape) != 2 or start % part.shape[1] or stop % part.shape[1]:
+        return ""
+    observed, right = (x.view(-1, part.shape[1]) for x in (seen.observed, seen.right))
+    factors = (observed * right).sum(1, keepdim=True) / right.square().sum(1, keepdim=True).clamp(min=1e-300)
+    if not evidence.explains((right * factors).flatten(), seen, "forward"):
+        return ""
+    low, high = float(factors.min()), float(factors.max())
+    return (
+        f"its rows have factors of their own, {low:.3g} to {high:.3g}: QK-clip saw the queries and keys of other tokens"
+    )
+
+
+def _muon_variants(evidence: Evidence, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The same of Muon, whose momentum is that of right steps before."""
+    run, spec = evidence.run, evidence.run.optimizer
+    if not spec.is_muon or spec.normuon or isinstance(run.model, PythonModelSpec):
+        return
+    other = "Nesterov's lead is missing" if spec.nesterov else "Nesterov's lead is taken, and should not be"
+    yield from _muon_after(evidence, name, other, replace(spec, nesterov=not spec.nesterov))
+    if evidence.step:
+        yield from _muon_after(evidence, name, "the momentum of the steps before is lost", spec, fresh=True)
+        yield from _muon_after(evidence, name, "gradients are not clipped", spec, clipped=False)
+    yield from _muon_after(evidence, name, "weight decay is missing", replace(spec, weight_decay=0.0))
+    for scale in get_args(get_type_hints(OptimizerSpec)["update_scale"]):
+        if scale != spec.update_scale and not evidence.is_rounded:  # in 16 bits many factors come near
+            told = f"the update is scaled as update_scale={scale} says"
+            yield from _muon_after(evidence, name, told, replace(spec, update_scale=scale))
+
+
+def _muon_after(
+    evidence: Evidence, name: str, told: str, spec: OptimizerSpec, fresh: bool = False, clipped: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """`fresh`: the step that failed begins with a momentum of zero."""
+    run, trace = evidence.run, evidence.follows
+    parameters = {name: trace.start[name].clone()}
+    updates = MuonUpdates(replace(run, optimizer=spec), parameters)
+    for step in range(evidence.step + 1):
+        if step == evidence.step and fresh:
+            updates = MuonUpdates(replace(run, optimizer=spec), parameters)
+        clip = run.training.gradient_clip if clipped else 0.0
+        scale = min(1.0, clip / (trace.gradient_norms[step] + 1e-6)) if clip > 0 else 1.0
+        parameters[name].copy_(evidence.before(trace, step)[name])
+        parameters[name].grad = trace.gradients[step][name].to(parameters[name]) * scale
+        updates.step(learning_rate(run.learning_rate, step, run.training.steps))
+    if name in updates.names:
+        yield told, parameters[name].double()
 
 
 @dataclass(frozen=True)
@@ -347,8 +409,10 @@ class _Adam:
         decays: bool | None = None,
         fresh: bool = False,
         last: float = 1.0,
+        more: int = 0,
     ) -> Tensor:
-        """`fresh`: the step that failed begins with moments of zero. `last`: what multiplies its gradient besides."""
+        """`fresh`: the step that failed begins with moments of zero. `last`: what multiplies its gradient besides.
+        `more`: updates that are counted too many in it."""
         run, trace, name = self.evidence.run, self.evidence.follows, self.name
         spec, clip = run.optimizer, run.training.gradient_clip
         factor = learning_rate_factor(run.model, name) * spec.rate_of(name)
@@ -363,7 +427,7 @@ class _Adam:
                 first, second = torch.zeros_like(value), torch.zeros_like(value)
             first = spec.beta1 * first + (1 - spec.beta1) * gradient
             second = spec.beta2 * second + (1 - spec.beta2) * gradient.square()
-            taken = step + 1 if corrected else 10**9
+            taken = step + 1 + more * is_last if corrected else 10**9
             root = (second / (1 - spec.beta2**taken)).sqrt() + spec.epsilon
             if self.decays if decays is None else decays:
                 value = value * (1 - rate * spec.weight_decay)
@@ -385,4 +449,9 @@ def _copies_that_differ(evidence: Evidence) -> Located | None:
                         told = apart, 0.0, cause
                         step = evidence.step + 1
                         return Located(name, module_of(name), where, step, None, other, *told)  # type: ignore[arg-type]
+    # What is recorded of no rank: moments, and averages of weights.
+    for each in evidence.observed.unequal[evidence.step] if evidence.observed.unequal else ():
+        cause = f"copies differ: {each}{_between(evidence, *(each.ranks + each.others)[:2])}"
+        module, at = module_of(each.name.partition(" ")[0]), (evidence.step + 1, None, each.ranks[0])
+        return Located(each.name, module, "update", *at, 1.0, 0.0, cause)
     return None

@@ -23,6 +23,13 @@ SAMPLE = [
     ("heads-come-back-in-another-order", "bf16"),  # forward, a permutation
     ("decay-twice", "float64"),  # the update, beside decay
     ("summed-with-other-slices", "float64"),  # padding that is not zero
+    ("post-norms-with-another-epsilon", "float64"),  # forward, a factor of each token
+    ("rope-in-bf16", "float64"),  # forward, rounded
+    ("windows-with-the-theta-of-other-layers", "bf16"),  # forward, angles
+    ("predictions-with-the-labels-of-the-model", "float64"),  # input gradient, of two losses
+    ("step-count-of-one-rank", "bf16"),  # the update, of one rank
+    ("qk-clip-by-own-tokens", "float64"),  # the update, of rows
+    ("average-on-one-replica", "float64"),  # copies of what nobody records
 ]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import Tensor
 
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
 
 UNKNOWN = "unknown: nothing that was tried explains it"
@@ -30,12 +31,24 @@ def degrees(run: Run, micro_batches: int) -> dict[str, int]:
     return single | both
 
 
-def named_factor(factor: float, run: Run, micro_batches: int, exact: bool = True) -> str:
-    """`factor 2 = dp`; empty where it is no degree of the layout."""
+def factors_of_model(run: Run) -> dict[str, float]:
+    """Numbers that a model multiplies activations by."""
+    model, mixture = run.model, run.model.mixture
+    found = {"embedding_scale": model.embedding_scale, "mixture.scaling": mixture.scaling if mixture else 1.0}
+    found["query_scale × √head_dim"] = model.query_scale * model.head_dim**0.5 if model.query_scale else 1.0
+    return {name: value for name, value in found.items() if value != 1}
+
+
+def named_factor(factor: float, run: Run, micro_batches: int, exact: bool = True, of_activations: bool = False) -> str:
+    """`factor 2 = dp`; empty where it is no degree of the layout. `of_activations`: of a forward pass, where nothing is
+    divided by the number of replicas or micro-batches, and the model has factors of its own."""
     close = 1e-6 if exact else 0.06
     plain = {"2": 2.0, "1/2": 0.5, "-1": -1.0, "0": 0.0}
-    counts = degrees(run, micro_batches)
-    shapes: tuple[tuple[str, Callable[[int], float]], ...] = (
+    counts: dict[str, float] = {**degrees(run, micro_batches)}
+    if of_activations:
+        counts = {name: count for name, count in counts.items() if name in ("tp", "cp", "ep", "tp × cp")}
+        counts |= {} if isinstance(run.model, PythonModelSpec) else factors_of_model(run)
+    shapes: tuple[tuple[str, Callable[[float], float]], ...] = (
         ("{}", lambda count: count),
         ("1/{}", lambda count: 1 / count),
         ("{}²", lambda count: count**2),
@@ -44,7 +57,11 @@ def named_factor(factor: float, run: Run, micro_batches: int, exact: bool = True
         ("1/√{}", lambda count: count**-0.5),
     )
     for shape, value_of in shapes:
-        names = [shape.format(name) for name, count in counts.items() if abs(factor / value_of(count) - 1) <= close]
+        whole = {name: f"({name})" if " " in name and shape != "{}" else name for name in counts}
+        # Roots of small numbers are close to many fractions.
+        near_by = close / 3 if "√" in shape else close
+        near = [name for name, count in counts.items() if abs(factor / value_of(count) - 1) <= near_by]
+        names = [shape.format(whole[name]) for name in near]
         if names:
             return f"factor {factor:.4g} = {' or '.join(names)}"
     for text, value in plain.items():
@@ -87,7 +104,26 @@ def step_and_decay(observed: Tensor, step: Tensor, decay: Tensor, close: float) 
         return f"weight decay is applied {of_decay:.4g} times"
     if abs(of_step - of_decay) <= near * abs(of_step):
         return f"{RATE}: factor {of_step:.4g}"
+    if abs(of_decay - 1) <= near:
+        return f"{RATE}: factor {of_step:.4g}, beside a weight decay that is right"
     return f"{RATE}: factor {of_step:.4g}, and weight decay {of_decay:.4g} times"
+
+
+def shifted(observed: Tensor, right: Tensor) -> Iterator[Hypothesis]:
+    """The right elements, some places further: of those that came in from outside nothing is known. Both are flat."""
+    for distance in (1, 2, 4, 8, 16, 32, 64):
+        if 4 * distance > right.numel():
+            return
+        for by in (distance, -distance):
+            told = f"its elements are shifted by {distance}: a shard begins at another place"
+            kept = slice(distance, None) if by > 0 else slice(None, -distance)
+            yield told, lambda by=by, kept=kept: _moved(observed, right, by, kept)  # type: ignore[misc]
+
+
+def _moved(observed: Tensor, right: Tensor, by: int, kept: slice) -> Tensor:
+    made = observed.clone()
+    made[kept] = right.roll(by)[kept]
+    return made
 
 
 # Sums over ranks and micro-batches.

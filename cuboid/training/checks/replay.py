@@ -387,7 +387,7 @@ class Replay:
         if self._engine.run.training.precision in EXACT:
             allowed *= stream
         if not error <= allowed:
-            cause = self._cause(added + apart, added, apart)
+            cause = self._cause(added + apart, added, apart, of_activations=where == "forward")
             error = error if error == error else math.inf
             self._found.append(Located(tensor, name, where, 0, *place, error, allowed, cause))
 
@@ -408,7 +408,7 @@ class Replay:
         routed = ROUTED if self._engine.run.model.mixture is not None else 0.0
         return max(MULTIPLE * spread, MULTIPLE * 2.0**-8, LEAST.get(precision, 0.0), routed)
 
-    def _cause(self, observed: Tensor, right: Tensor, apart: Tensor) -> str:
+    def _cause(self, observed: Tensor, right: Tensor, apart: Tensor, of_activations: bool = False) -> str:
         if not bool(observed.isfinite().all()):
             return "not a number"
         if not bool(observed.any()):
@@ -417,7 +417,8 @@ class Replay:
         factor = fitted_factor(observed, right)
         exact = run.training.precision in EXACT
         if float((observed - factor * right).norm()) <= (1e-3 if exact else 0.3) * float(apart.norm()):
-            return named_factor(factor, run, run.micro_batches, exact=False) or f"factor {factor:.4g}"
+            named = named_factor(factor, run, run.micro_batches, exact=False, of_activations=of_activations)
+            return named or f"factor {factor:.4g}"
         if apart.ndim > 1:
             size = apart.flatten(1).norm(dim=1)
             wrong = size > 0.05 * size.max()

@@ -145,13 +145,14 @@ class Updates(CheckDefaults):
         corrects: bool = True,
         decays: bool | None = None,
         by_own_norm: bool = False,
+        more: int = 0,
     ) -> Tensor:
-        """Weights after the update, or after one with a bug."""
+        """Weights after the update, or after one with a bug. `more`: updates that are counted too many."""
         if decays is None:
             decays = len(shard.part.full_shape) > 1
         decay = self._engine.run.optimizer.weight_decay if decays else 0.0
         held = 1 - rate / shard.part.rate_factor * decay
-        return self._moved(before, rate, held, clips, moments, corrects, by_own_norm)
+        return self._moved(before, rate, held, clips, moments, corrects, by_own_norm, more)
 
     def _moved(
         self,
@@ -162,6 +163,7 @@ class Updates(CheckDefaults):
         moments: bool = True,
         corrects: bool = True,
         by_own_norm: bool = False,
+        more: int = 0,
     ) -> Tensor:
         """`held`: the factor that weight decay leaves of the weights."""
         spec, clip = self._engine.run.optimizer, self._engine.run.training.gradient_clip
@@ -171,7 +173,7 @@ class Updates(CheckDefaults):
         first, second = before.state["exp_avg"] * moments, before.state["exp_avg_sq"] * moments
         first = first + (1 - spec.beta1) * (gradient - first)
         second = spec.beta2 * second + (1 - spec.beta2) * gradient.square()
-        done = self._taken + 1 if corrects else 10**7
+        done = max(self._taken + 1 + more, 1) if corrects else 10**7
         mean = first / (1 - spec.beta1**done)
         root = second.sqrt() / math.sqrt(1 - spec.beta2**done) + spec.epsilon
         return before.weights * held - rate * mean / root
@@ -189,6 +191,12 @@ class Updates(CheckDefaults):
             ("moments were lost: those of the steps before are zero", self._adamw(before, rate, shard, moments=False)),
             ("no bias correction", self._adamw(before, rate, shard, corrects=False)),
             (decay, self._adamw(before, rate, shard, decays=not is_matrix)),
+            *(
+                (f"bias correction of {updates} updates in place of {self._taken + 1}: the step count is off", made)
+                for more in (1, -1, 2)
+                if (updates := self._taken + 1 + more) > 0
+                for made in [self._adamw(before, rate, shard, more=more)]
+            ),
         )
         for cause, made in hypotheses:
             if float((after - made).norm()) <= 0.02 * apart:

@@ -17,13 +17,17 @@ from tests.verification.bugs import (
     data_bugs,
     expert_bugs,
     later_bugs,
+    model_bugs,
     optimizer_bugs,
     pipeline_bugs,
     tensor_bugs,
 )
 from tests.verification.bugs.bug import CATALOGUE, Patches
 
-FILES = (tensor_bugs, data_bugs, context_bugs, pipeline_bugs, expert_bugs, optimizer_bugs, checkpoint_bugs, later_bugs)
+FILES = (
+    *(tensor_bugs, data_bugs, context_bugs, pipeline_bugs, expert_bugs, optimizer_bugs, checkpoint_bugs, later_bugs),
+    model_bugs,
+)
 
 
 RunOn = Callable[[str, tuple[Any, ...], int], Any]
