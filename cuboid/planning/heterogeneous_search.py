@@ -27,7 +27,6 @@ from cuboid.planning.heterogeneous import (
     Machines,
     crossing_seconds,
     predict_job,
-    rank_groups,
     share_of,
 )
 from cuboid.planning.heterogeneous_batches import share_out
@@ -154,14 +153,17 @@ class _Search:
         self.machines, self.question, self._first = machines, machines.first, first
         self.model, self.batch = machines.first.model, machines.first.global_batch
         self._by_cluster: dict[ClusterSpec, dict[Settings, Seconds]] = {}
+        self._held: dict[tuple[ClusterSpec, Layout, int, float], Array] = {}
         tensor, experts = self._tensor(), self._experts()
         choices = list(product(tensor, self._micro_batches(), self._recompute(), experts))
         self._seconds: list[dict[Settings, Seconds]] = []
+        self._like: list[ClusterSpec] = []
         for question in machines.questions:
             like = replace(question.cluster, name="")
             if like not in self._by_cluster:
                 self._by_cluster[like] = _layer_seconds(question, choices)
             self._seconds.append(self._by_cluster[like])
+            self._like.append(like)
         self.node = gcd(*(question.cluster.accelerators_per_node for question in machines.questions))
 
     def _allowed(self, name: str, options: Sequence[Any]) -> list[Any]:
@@ -211,8 +213,14 @@ class _Search:
                 yield (*led, *(line for line in chosen if line[0] != self._first))
 
     def _whole_nodes(self, lines: tuple[Line, ...], tp: int) -> bool:
-        order = rank_groups(lines, Layout(dp=sum(line.replicas for line in lines), tp=tp, pp=len(lines[0].groups)))
-        return all(len(set(order[start : start + self.node])) == 1 for start in range(0, len(order), self.node))
+        """Whether no node has ranks of two groups: in the order of ranks groups change only where a node ends."""
+        start, before = 0, -1
+        for rank in range(len(lines[0].groups)):
+            for line in lines:
+                if line.groups[rank] != before and start % self.node:
+                    return False
+                start, before = start + line.replicas * tp, line.groups[rank]
+        return True
 
     def _spread(self, lines: tuple[Line, ...], settings: Settings) -> bool:
         """Experts stay in the replicas of one line."""
@@ -406,8 +414,8 @@ class _Search:
             first += line.replicas
             room = float("inf")
             for group in sorted(set(line.groups)):
-                question = replace(self.machines.questions[group], global_batch=batch)
-                without, mean = (held_bytes(question, alike, share) for share in (0.0, 1.0))
+                question = self.machines.questions[group]
+                without, mean = (self._held_bytes(group, alike, batch, share) for share in (0.0, 1.0))
                 for rank, its in enumerate(line.groups):
                     if its == group:  # in shards of the mean size
                         room = min(room, (question.limit - without[rank]) / max(mean[rank] - without[rank], 1.0))
@@ -418,6 +426,14 @@ class _Search:
         each = tuple(weight for weight, line in zip(weights, division.lines, strict=True) for _ in range(line.replicas))
         return layout.changed(shard_weights=each)
 
+    def _held_bytes(self, group: int, alike: Layout, batch: int, share: float) -> Array:
+        """As `held_bytes`, once for groups that differ only in name."""
+        question = self.machines.questions[group]
+        key = (self._like[group], alike, batch, share)
+        if key not in self._held:
+            self._held[key] = held_bytes(replace(question, global_batch=batch), alike, share)
+        return self._held[key]
+
     def _tight(self, division: Division, layout: Layout, counts: Sequence[int]) -> dict[int, int]:
         """Pipeline ranks that exceed their memory -> how many layers would fit."""
         found: dict[int, int] = {}
@@ -427,8 +443,8 @@ class _Search:
             share = share_of(layout, first)
             first += line.replicas
             for group in sorted(set(line.groups)):
-                question = replace(self.machines.questions[group], global_batch=batch)
-                bytes_of = held_bytes(question, alike, share)
+                question = self.machines.questions[group]
+                bytes_of = self._held_bytes(group, alike, batch, share)
                 for rank, its in enumerate(line.groups):
                     if its == group and bytes_of[rank] > question.limit:
                         fewer = min(int(counts[rank] * question.limit / bytes_of[rank]), counts[rank] - 1)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
 
 import pytest
 
 from cuboid.planning.choose import predict
-from cuboid.planning.heterogeneous import Line, Machines, predict_job
+from cuboid.planning.heterogeneous import Line, Machines, predict_job, rank_groups
 from cuboid.planning.heterogeneous_batches import share_out
-from cuboid.planning.heterogeneous_search import heterogeneous_job
+from cuboid.planning.heterogeneous_search import _Search, heterogeneous_job
 from cuboid.planning.question import Question
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.fitting import check
@@ -238,3 +238,19 @@ def test_what_fits_no_kind_is_none() -> None:
         groups=(replace(groups.groups[0], cluster=replace(groups.groups[0].cluster, memory_gib=1.0)), groups.groups[1]),
     )
     assert heterogeneous_job(small, questions(small, 144), 144) is None
+
+
+def test_no_node_has_ranks_of_two_groups() -> None:
+    """Said of changes between groups, beside every rank by itself."""
+    groups = lab("h100x16", "a100x16")
+    search = _Search(Machines(groups, tuple(questions(groups, 32))), None)
+    found = set()
+    for stages in product((0, 1), repeat=3):
+        for replicas, others, tp in product((1, 2, 4, 5, 8), (0, 1, 4, 8), (1, 2, 8)):
+            lines = (Line(stages, replicas), *[Line(stages[::-1], others)] * (others > 0))
+            order = rank_groups(lines, Layout(dp=replicas + others, tp=tp, pp=3))
+            nodes = [order[start : start + 8] for start in range(0, len(order), 8)]
+            whole = all(len(set(node)) == 1 for node in nodes)
+            assert search._whole_nodes(lines, tp) == whole, (lines, tp)
+            found.add(whole)
+    assert found == {True, False}
