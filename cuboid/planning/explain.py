@@ -305,8 +305,8 @@ def rival_lines(explanation: Explanation) -> list[str]:
         if other is best:
             continue
         change = other.seconds / plan.seconds - 1
-        slower = losses(plan.parts, other.parts)
-        lines.append(f"{other.layout} takes {other.seconds:.4g} s ({change:+.1%}){f': {slower}' if slower else ''}")
+        told = losses(plan.parts, other.parts) if change >= 0 else f"{losses(other.parts, plan.parts)} here"
+        lines.append(f"{other.layout} takes {other.seconds:.4g} s ({change:+.1%}){f': {told}' if told else ''}")
     return lines
 
 

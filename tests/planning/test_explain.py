@@ -140,3 +140,9 @@ def test_context_and_experts_have_traffic(ask: Callable[..., Question]) -> None:
         "world",
     ]
     assert all(entry.bytes > 0 and entry.seconds > 0 for entry in found.moved)
+
+
+def test_what_is_faster_says_what_is_lost_here(ask: Callable[..., Question]) -> None:
+    found = explain(ask("llama3.2-1b", "h100x8", global_batch=48, sequence=8192), Layout.parse("dp=1,tp=8"))
+    faster = [line for line in sections(found)["Rivals"][1:] if "(-" in line]
+    assert faster and all(" s tensor-parallel collectives" in line and line.endswith(" here") for line in faster)
