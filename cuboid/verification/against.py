@@ -23,9 +23,11 @@ from torch import Tensor
 from cuboid.data.corpus import Origin, Sample
 from cuboid.errors import UserError
 from cuboid.model.huggingface import state_from_huggingface
+from cuboid.model.weight_names import FAMILIES
 from cuboid.readers import Unreadable, open_safetensors, read_json
 from cuboid.spec.coding import decode
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run, build_run
 from cuboid.spec.sharding import Part, Slice
 from cuboid.verification.compare import Verdict, compare, compare_rounded
@@ -110,6 +112,13 @@ def step_run(folder: str) -> tuple[Run, Told, Given]:
         "data": {"source": "synthetic"},
     }
     run = build_run(table)
+    if isinstance(run.model, PythonModelSpec):
+        known = ", ".join(FAMILIES)
+        raise UserError(f"{place / 'model'} is of a family that has no reference here; use one of {known}")
+    if (mixture := run.model.mixture) is not None:
+        # The loss that was written is that of the tokens alone, and nobody else chooses experts with this noise.
+        plain = {"router_noise": 0.0, "balance_coefficient": 0.0, "z_coefficient": 0.0, "bias_rate": 0.0}
+        run = replace(run, model=replace(run.model, mixture=replace(mixture, **plain)))  # type: ignore[arg-type]
     for name, values in batch.items():
         odd = values[(values < 0) | (values >= run.model.vocab)]
         odd = odd[odd != IGNORED] if name == "labels" else odd

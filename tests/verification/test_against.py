@@ -27,22 +27,26 @@ NO_DOCUMENTS = ("data.attention_within_documents=false", "data.positions_within_
 
 @pytest.fixture(scope="module")
 def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("step"), "tiny-llama", FEW)
+
+
+def written(folder: Path, model: str, overrides: tuple[str, ...], precision: str = "float64") -> Path:
     """What a trainer without bugs would have written."""
-    folder = tmp_path_factory.mktemp("step")
-    run = verification_run("dp=1", overrides=(*FEW, *NO_DOCUMENTS, "training.global_batch=4"), steps=1)
+    changed = (*overrides, *NO_DOCUMENTS, "training.global_batch=4")
+    run = verification_run("dp=1", model, changed, steps=1, dtype=precision)
     (trace,), _ = recorded_references(run, 0)
     samples = [make_source(run).at(place) for place in range(4)]
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(config_from_model(run.model)))
-    written = {"model/model": trace.start, "gradients": trace.gradients[0], "parameters": trace.parameters[0]}
-    for name, state in written.items():
-        made = {key: value.contiguous() for key, value in state_to_huggingface(run.model, state).items()}
+    states = {"model/model": trace.start, "gradients": trace.gradients[0], "parameters": trace.parameters[0]}
+    for name, state in states.items():
+        made = {key: value.clone().contiguous() for key, value in state_to_huggingface(run.model, state).items()}
         save_file(made, folder / f"{name}.safetensors")
     batch = {name: torch.stack([sample[at] for sample in samples]) for at, name in enumerate(("tokens", "labels"))}
     save_file(batch, folder / "batch.safetensors")
     optimizer = {key: getattr(run.optimizer, key) for key in ("beta1", "beta2", "epsilon", "weight_decay")}
     told = {"loss": trace.losses[0], "learning_rate": 1e-3, "gradient_clip": run.training.gradient_clip}
-    told |= {"gradient_norm": trace.gradient_norms[0], "precision": "float64", "dp": 2, "micro_batches": 2, **optimizer}
+    told |= {"gradient_norm": trace.gradient_norms[0], "precision": precision, "dp": 2, "micro_batches": 2, **optimizer}
     (folder / "step.json").write_text(json.dumps(told))
     return folder
 
@@ -58,6 +62,42 @@ def copied(folder: Path, to: Path) -> Path:
 def test_a_right_step_is_equal(right: Path) -> None:
     verdict = judge_step(0, str(right))
     assert verdict["passed"] and verdict["located"] is None, verdict
+
+
+def test_a_mixture_is_compared_without_noise_and_auxiliary_losses(tmp_path: Path) -> None:
+    own = ("balance_coefficient", "z_coefficient", "bias_rate", "router_noise")
+    plain = (*(f"model.mixture.{name}=0.0" for name in own), "model.mixture.router_bias=false")
+    folder = written(tmp_path, "tiny-mixtral", ("model.layers=2", "model.vocab=64", *plain))
+    told = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps({**told, "router_aux_loss_coef": 0.02}))
+    verdict = judge_step(0, str(folder))
+    assert verdict["passed"], verdict
+
+
+def test_a_bias_whose_gradient_is_zero_but_for_rounding_may_move_either_way(tmp_path: Path) -> None:
+    folder = written(tmp_path, "tiny-gpt2", ("model.layers=1", "model.vocab=64"), "float32")
+    gradients, start, after = (
+        load_file(folder / f"{name}.safetensors") for name in ("gradients", "model/model", "parameters")
+    )
+    name, key = "transformer.h.0.attn.c_attn.bias", slice(64, 128)
+    gradients[name][key] *= -1
+    after[name][key] = 2 * start[name][key] - after[name][key]
+    save_file(gradients, folder / "gradients.safetensors")
+    save_file(after, folder / "parameters.safetensors")
+    verdict = judge_step(0, str(folder))
+    assert verdict["passed"], verdict
+    after[name][key] += 1e-4  # a tenth of the learning rate
+    save_file(after, folder / "parameters.safetensors")
+    assert judge_step(0, str(folder))["located"]["where"] == "update"
+
+
+def test_a_family_without_a_reference_is_refused(right: Path, tmp_path: Path) -> None:
+    folder = copied(right, tmp_path)
+    config = {"model_type": "phi3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 4, "vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+    (folder / "model" / "config.json").write_text(json.dumps({**config, "architectures": ["Phi3ForCausalLM"]}))
+    with pytest.raises(UserError, match="is of a family that has no reference here; use one of llama, "):
+        step_run(str(folder))
 
 
 @pytest.mark.parametrize(
