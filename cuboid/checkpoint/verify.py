@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from math import prod
 from typing import Any
@@ -62,6 +62,27 @@ def check_entries(place: Place, index: dict[str, Any], files: Mapping[str, Store
         if max(end for _, end in places) > size:
             raise Damage(folder, INDEX, f"has chunks that lie outside {file}")
     return index
+
+
+def require_state(place: Place, kinds: Sequence[str]) -> None:
+    """A `Damage` if the index does not have each of these kinds of every parameter, in the parameter's shape. What else
+    is wrong with it, the ranks find: they may take an older checkpoint."""
+    folder = locate(place)
+    try:
+        index = read_json(folder, INDEX)[1]
+    except Damage:
+        return
+    shapes: dict[str, dict[str, object]] = {}
+    for title, entry in index.items():
+        kind, _, name = title.partition("/")
+        shapes.setdefault(kind, {})[name] = entry.get("shape") if isinstance(entry, dict) else None
+    held = [shapes.get(kind, {}) for kind in kinds]
+    for name in sorted(set().union(*held)):
+        for kind, each in zip(kinds, held, strict=True):
+            if name not in each:
+                raise Damage(folder, INDEX, f"lacks {kind}/{name}")
+            if each[name] != held[0].get(name):
+                raise Damage(folder, INDEX, f"has another shape for {kind}/{name} than for the parameter")
 
 
 def _check_tensor(entry: dict[str, Any], used: dict[str, list[tuple[int, int]]]) -> None:

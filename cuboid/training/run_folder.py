@@ -21,6 +21,7 @@ from cuboid.checkpoint.memory.folder import IDENTITY, forget, identity_of, newes
 from cuboid.checkpoint.owner import FILE as OWNER
 from cuboid.checkpoint.owner import Owner, check_writable, own, read_owner
 from cuboid.checkpoint.terms import PATTERN as LEADERS
+from cuboid.checkpoint.verify import require_state
 from cuboid.console import say
 from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
@@ -265,6 +266,8 @@ def _check_past(run: Run, folder: Path, take_over: bool = False) -> str:
         return f"{folder} has no whole checkpoint: starting anew from step 0"
     saved = run_of(found, manifest)
     check_same_training(saved, run)
+    if saved.optimizer.kind == "adamw" and not saved.optimizer.is_own:
+        require_state(found, ("parameter", "exp_avg", "exp_avg_sq"))
     # The cursor in a checkpoint counts samples; of other data it would point at something else.
     if manifest.data != data_identity(run):
         sources = ", ".join(run.data.sources)

@@ -149,6 +149,22 @@ def test_tensors_of_another_model_are_refused_by_name(checkpoint: Path) -> None:
             load(engine, optimizer, checkpoint)
 
 
+@pytest.mark.parametrize("kind", ["parameter", "exp_avg", "exp_avg_sq"])
+def test_an_index_without_a_tensor_is_refused_before_the_folder_is_written(
+    checkpoint: Path, tmp_path: Path, kind: str
+) -> None:
+    index = json.loads((checkpoint / INDEX).read_bytes())
+    name = f"{kind}/layers.1.attention.key.weight"
+    folders = (f"output.folder={tmp_path / 'run'}", f"checkpoint.folder={checkpoint.parent}")
+    run = small_run("dp=1", *SMALL, *folders, "training.global_batch=4")
+    for change, said in (({**index[name], "shape": [1, 16]}, "has another shape"), (None, "lacks")):
+        lying = {key: index[key] if key != name else change for key in index if key != name or change}
+        put(checkpoint, INDEX, json.dumps(lying).encode())
+        with pytest.raises(UserError, match=f"{INDEX} {said}.*layers.1.attention.key.weight"):
+            prepare_folder(run)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("text", ["x = [[[", "\x0c", 'model = "no such model"', "[model]\nlayers = true"])
 def test_a_run_that_is_none(checkpoint: Path, tmp_path: Path, text: str) -> None:
     """What its manifest says of the run is read before any rank starts."""
