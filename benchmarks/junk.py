@@ -52,6 +52,7 @@ WORDS = (
     *("../../../../proc/stat", "/dev/zero", "/dev/stdin", "/proc/self/mem", "/", "~", "nothing", "café", "日本", "🙂"),
     *("x" * 300, "x" * 5000, "a/" * 2000, "%s%n", "{0}", "{{", "$HOME", "`id`", "a\nb", "a\rb", "\x1b[31m", "\x7f"),
     *("[" * 3000, "{a=" * 2000, "'" * 3, '"', "\\", "\\u0000", "\\ud800", "\u202e", "\ufeff", "byte", "cpux1", "dp=1"),
+    *("new/../runs/seed", "runs/seed/../other", "run.toml/../kept", "file:///none/../x", "./././runs/seed/", "a//../a"),
     *("python:builtins:str", "python:math:nothing", "python:..:x", "python:a..b:x", "python:builtins:object"),
     *("dp=1; ", "dp=1; dp=0", "; ".join(["dp=1"] * 1025), "127.0.0.1:99999", "a:1,,b:2", "a:" + "9" * 5000),
     *("dp=0", "dp=-1", "dp=99999999999", "tp=" + "9" * 5000, "dp=1,dp=1", "pp=1000000", "dp=1000000000,tp=1000000000"),

@@ -10,11 +10,12 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cuboid.data.chat import find_template
+from cuboid.data.chat import Renderer, find_template
 from cuboid.data.documents import Chunk, InputFile, Kind, find_inputs, read_chunks
 from cuboid.data.indexed import HashingFile, merge_pairs, token_type
 from cuboid.data.store import (
@@ -116,7 +117,8 @@ def _plan(request: BuildRequest, tokenizer: Tokenizer, files: list[InputFile]) -
     total = sum(file.size for file in files)
     chat = find_template(request.tokenizer) if request.kind == "completions" else None
     if chat is not None:
-        chat.require_end()
+        with Renderer(chat) as renderer:
+            renderer.require_end()
     return {
         **({"chat": hashlib.sha256(f"{chat.source}{chat.tokens}".encode()).hexdigest()} if chat else {}),
         "kind": request.kind,
@@ -152,7 +154,6 @@ def _complete(
     report: Callable[[Progress], None],
 ) -> None:
     """Adds to `parts` those that are missing."""
-    chat = find_template(request.tokenizer) if request.kind == "completions" else None
     total = sum(file.size for file in files)
     tokens = sum(part.tokens for part in parts.values())
     first = 0
@@ -162,7 +163,7 @@ def _complete(
     read = parts[first - 1].read if first else 0
 
     def missing() -> Iterator[Chunk]:
-        for chunk in read_chunks(files, request.kind, request.field, size, (file, row), first, chat):
+        for chunk in read_chunks(files, request.kind, request.field, size, (file, row), first, renderer):
             if chunk.number not in parts:
                 yield chunk
 
@@ -174,7 +175,9 @@ def _complete(
         report(Progress(read, total, tokens))
 
     report(Progress(read, total, tokens))
-    make_parts(missing(), folder, (request.tokenizer, request.end_of_document), request.workers, done)
+    chat = find_template(request.tokenizer) if request.kind == "completions" else None
+    with Renderer(chat) if chat is not None else nullcontext() as renderer:
+        make_parts(missing(), folder, (request.tokenizer, request.end_of_document), request.workers, done)
     report(Progress(total, total, tokens))
 
 

@@ -3,35 +3,41 @@ to write them, and none is made up: a model would learn marks that nobody sends 
 
 from __future__ import annotations
 
+import ctypes
 import json
+import resource
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from cuboid.data.tokenizer import BYTES
 from cuboid.errors import UserError
 from cuboid.readers import Missing, read_json, read_text
 
 FILE, CONFIG, KEY = "chat_template.jinja", "tokenizer_config.json", "chat_template"
-TRIAL_SECONDS = 10.0
-TRIAL = """
-import json, psutil, resource, sys
-from cuboid.data.chat import ChatTemplate
-from cuboid.errors import UserError
-most = psutil.Process().memory_info().vms + (1 << 30)
-resource.setrlimit(resource.RLIMIT_AS, (most, most))
-source, tokens = json.load(sys.stdin)
-messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-try:
-    ChatTemplate("", source, tuple(tokens.items())).turns(messages, "")
-except UserError as error:  # what else it refuses is said of the messages there are
-    sys.exit(MemoryError.__name__ in str(error))
-"""
+SECONDS = 10.0
+"""Of a processor that a template may take for one conversation."""
+MEMORY = 1 << 30
+"""Bytes that it may take beyond those of its process."""
+START = "from cuboid.data.chat import answer; answer()"
+TRIAL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 INSTEAD = "use rows with prompt and completion, or --tokenizer FOLDER with a chat template"
+
+
+class Runaway(UserError):
+    """A template takes what no conversation needs."""
+
+    def __init__(self, template: ChatTemplate, place: str) -> None:
+        super().__init__(f"{place}: {template.where} takes for ever, or all memory, on these messages; {INSTEAD}")
 
 
 @dataclass(frozen=True)
@@ -63,22 +69,12 @@ class ChatTemplate:
     def _render(self, messages: Sequence[dict[str, Any]], place: str, asks: bool) -> str:
         try:
             return str(self._compiled.render(messages=messages, add_generation_prompt=asks, **dict(self.tokens)))
+        except MemoryError:
+            raise Runaway(self, place) from None
         except Exception as error:  # a template may do anything that its sandbox lets it
             raise UserError(
                 f"{place}: {self.where} refuses these messages: {str(error) or type(error).__name__}; {INSTEAD}"
             ) from None
-
-    def require_end(self) -> None:
-        """Tries it in a process that can be ended: a sandbox bounds neither time nor memory."""
-        told = json.dumps([self.source, dict(self.tokens)])
-        try:
-            done = subprocess.run(
-                [sys.executable, "-c", TRIAL], input=told, text=True, capture_output=True, timeout=TRIAL_SECONDS
-            )
-        except subprocess.TimeoutExpired:
-            done = None
-        if done is None or done.returncode:
-            raise UserError(f"{self.where} takes for ever, or all memory, on two messages; {INSTEAD}") from None
 
     @cached_property
     def _compiled(self) -> Any:
@@ -97,6 +93,88 @@ class ChatTemplate:
             return environment.from_string(self.source)
         except TemplateError as error:
             raise UserError(f"{self.where} is no template: {error}; copy it again") from None
+
+
+class Renderer:
+    """Writes conversations in a process that can be ended: a sandbox bounds neither time nor memory, and a template
+    may run away on the messages of one row alone."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+
+    def __enter__(self) -> Renderer:
+        # By the thread that stays until the end: the process ends with the one that has started it.
+        self._process = _start(self._template)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        with suppress(OSError):
+            self._process.communicate()
+
+    def require_end(self) -> None:
+        """Tries it on two messages. What else it refuses is said of the messages there are."""
+        try:
+            self.turns(TRIAL, "two messages")
+        except Runaway:
+            raise
+        except UserError:
+            return
+
+    def turns(self, messages: Sequence[dict[str, Any]], place: str) -> tuple[str, ...]:
+        """As `ChatTemplate.turns`."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        used = psutil.Process(process.pid)
+        try:
+            before = _processor(used)
+            process.stdin.write(json.dumps([messages, place]) + "\n")
+            process.stdin.flush()
+            while not select.select([process.stdout], [], [], 0.2)[0]:
+                if _processor(used) - before > SECONDS:
+                    raise Runaway(self._template, place)
+            told = json.loads(process.stdout.readline())
+        except (OSError, ValueError, psutil.Error):  # it was ended, by a bound on its memory or from outside
+            raise Runaway(self._template, place) from None
+        if told["refused"]:
+            raise Runaway(self._template, place) if told["ran away"] else UserError(told["refused"])
+        return tuple(told["turns"])
+
+
+def _start(template: ChatTemplate) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    command, nothing = [sys.executable, "-c", START], subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    with suppress(OSError):  # it has ended already, which is said of the first messages
+        process.stdin.write(json.dumps([template.where, template.source, template.tokens]) + "\n")
+        process.stdin.flush()
+        process.stdout.readline()  # it is there: what follows is the template's own time
+    return process
+
+
+def _processor(process: psutil.Process) -> float:
+    """Seconds of a processor it has had."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def answer() -> None:
+    """What the process of a `Renderer` does, until its input ends."""
+    with suppress(AttributeError):  # on other systems than Linux
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with who started it
+    where, source, tokens = json.loads(sys.stdin.readline())
+    most = psutil.Process().memory_info().vms + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    template = ChatTemplate(where, source, tuple((name, text) for name, text in tokens))
+    print(flush=True)
+    for line in sys.stdin:
+        told: dict[str, Any] = {"turns": [], "refused": "", "ran away": False}
+        try:
+            told["turns"] = template.turns(*json.loads(line))
+        except UserError as error:
+            told |= {"refused": str(error), "ran away": isinstance(error, Runaway)}
+        print(json.dumps(told), flush=True)
 
 
 def find_template(tokenizer: str) -> ChatTemplate | None:

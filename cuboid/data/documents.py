@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from cuboid.data.chat import INSTEAD, ChatTemplate
+from cuboid.data.chat import INSTEAD, Renderer
 from cuboid.errors import UserError, either
 from cuboid.readers import (
     LARGEST,
@@ -286,7 +286,7 @@ def read_chunks(
     size: int,
     start: tuple[int, int] = (0, 0),
     number: int = 0,
-    chat: ChatTemplate | None = None,
+    chat: Renderer | None = None,
 ) -> Iterator[Chunk]:
     """Chunks of at least `size` characters, from a place where a chunk begins; the same whenever they are read.
     `chat`: how messages are written."""
@@ -312,7 +312,7 @@ def read_chunks(
         yield chunk
 
 
-def _turns(file: InputFile, row: Row, chat: ChatTemplate | None) -> Document:
+def _turns(file: InputFile, row: Row, chat: Renderer | None) -> Document:
     if row.values.get("messages") is not None:
         return _conversation(file, row, chat)
     if file.format == "text":
@@ -320,7 +320,7 @@ def _turns(file: InputFile, row: Row, chat: ChatTemplate | None) -> Document:
     return _field(file, row, "prompt"), _field(file, row, "completion")
 
 
-def _conversation(file: InputFile, row: Row, chat: ChatTemplate | None) -> Document:
+def _conversation(file: InputFile, row: Row, chat: Renderer | None) -> Document:
     """What the assistant says, and the mark that ends it, is to be learned."""
     messages = row.values["messages"]
     for message in messages if isinstance(messages, list) else [None]:

@@ -192,10 +192,15 @@ def check_ranks(
         )
     if ranks * each + held <= room.memory:
         return
-    parts = f"{each / 1e9:.2g} GB for each process" + (f" and {held / 1e9:.3g} GB of {holding}" if held else "")
+    parts = f"{each / 1e9:.2g} GB for each process" + (f" and {_gigabytes(held)} of {holding}" if held else "")
     fewer = (room.memory - held) // each
     works = f"at most {fewer} ranks, " if 0 < fewer < ranks else "a smaller model, "
     raise UserError(
-        f"{begins}, which take at least {(ranks * each + held) / 1e9:.3g} GB of memory ({parts}), and "
-        f"{room.memory / 1e9:.3g} GB are free; use {works}more nodes, or --oversubscribe to try it all the same"
+        f"{begins}, which {'take' if ranks > 1 else 'takes'} at least {_gigabytes(ranks * each + held)} of memory "
+        f"({parts}), and {_gigabytes(room.memory)} are free; use {works}more nodes, or --oversubscribe to try it all "
+        "the same"
     )
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:,.0f} GB" if size > 1e11 else f"{size / 1e9:.3g} GB"

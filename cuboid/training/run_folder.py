@@ -174,13 +174,19 @@ def prepare_folder(run: Run, overwrite: bool = False, take_over: bool = False) -
 
 def check_folders(run: Run) -> None:
     """`new/../kept` is no folder before `new` is there, and `kept` after: the run in it would be missed now."""
-    for name, path in (("output", run.output.folder), ("checkpoint", run.checkpoint.folder)):
-        parts = Path(path).parts
-        for place in (index for index, part in enumerate(parts) if part == ".." and "://" not in path):
+    for name, told in (("output", run.output.folder), ("checkpoint", run.checkpoint.folder)):
+        protocol, _, path = told.rpartition("://")
+        if protocol == "memory":
+            raise UserError(
+                f"{name}.folder={told} is the memory of one process and ends with it; use a path, a store such as "
+                "s3://bucket/folder, or checkpoint.memory_every"
+            )
+        parts = Path(path).parts if protocol in ("", "file", "local") else ()
+        for place in (index for index, part in enumerate(parts) if part == ".."):
             if not (before := Path(*parts[:place])).is_dir():
                 works = os.path.realpath(path) if Path(path).is_absolute() else os.path.relpath(os.path.realpath(path))
                 raise UserError(
-                    f"{name}.folder={path} goes through {before}, which is no folder; use {name}.folder={works}"
+                    f"{name}.folder={told} goes through {before}, which is no folder; use {name}.folder={works}"
                 )
 
 

@@ -202,6 +202,19 @@ def test_a_way_through_a_folder_that_is_not_there_is_refused(
     assert f"{field}=new/../run goes through new, which is no folder; use {field}=run" in refusal(job, capsys)
 
 
+@pytest.mark.parametrize(
+    ("folder", "sentence"),
+    [
+        ("memory://kept", "checkpoint.folder=memory://kept is the memory of one process and ends with it; use a path"),
+        ("file:///none/../kept", "goes through /none, which is no folder; use checkpoint.folder=/kept"),
+    ],
+)
+def test_a_store_that_would_be_lost_or_missed_is_refused(
+    run_folder: Path, folder: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sentence in refusal(["train", "run/run.toml", "--set", f"checkpoint.folder={folder}"], capsys)
+
+
 def test_prompts_that_leave_no_room_are_refused_before_anything_is_written(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

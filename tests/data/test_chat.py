@@ -24,6 +24,7 @@ INSTRUCT = """{{ bos_token }}{% for message in messages %}
 {%- if message['role'] == 'user' %}[INST] {{ message['content'] | trim }} [/INST]
 {%- elif message['role'] == 'assistant' %} {{ message['content'] }}{{ eos_token }}
 {%- else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"""
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 MESSAGES = [
     {"role": "user", "content": "hi "},
     {"role": "assistant", "content": "HELLO"},
@@ -84,17 +85,23 @@ def test_the_command_learns_what_the_assistant_says_and_makes_up_no_template(
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ 'x' * 10**10 }}", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"]
+    "template",
+    [
+        "{{ 'x' * 10**10 }}",
+        LOOP,
+        f"{{% if messages[0].content == 'hi ' %}}{LOOP}{{% endif %}}",
+        "{% if messages[0].content == 'hi ' %}{{ 'x' * 10**10 }}{% endif %}",
+    ],
 )
 def test_a_template_that_does_not_end_is_refused(
     tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cuboid.data.chat.TRIAL_SECONDS", 2.0)
+    monkeypatch.setattr("cuboid.data.chat.SECONDS", 2.0)
     rows = tmp_path / "chat.jsonl"
     rows.write_text(json.dumps({"messages": MESSAGES}) + "\n")
     build = ["data", "build", str(rows), "--completions", "-o", str(tmp_path / "store")]
     assert main([*build, "--tokenizer", str(tokenizer(tmp_path / "model", template))]) == 2
-    assert "takes for ever, or all memory, on two messages; use rows with" in capsys.readouterr().err
+    assert "takes for ever, or all memory, on these messages; use rows with" in capsys.readouterr().err
     assert not list(tmp_path.glob("store*"))
 
 

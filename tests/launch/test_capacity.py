@@ -100,7 +100,7 @@ def test_a_generation_counts_its_weights() -> None:
     spec = GenerationSpec(
         model=load_model("llama3-405b"), layout=parse_layout("tp=8"), weights="", device="cpu", slots=1, length=8
     )
-    with pytest.raises(UserError, match=r"and 1\.62e\+03 GB of weights\).*; use a smaller model, more nodes, or"):
+    with pytest.raises(UserError, match=r"which take at least 1,\d{3} GB .*; use a smaller model, more nodes, or"):
         check_generation(spec)
 
 
