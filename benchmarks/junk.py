@@ -290,6 +290,10 @@ def broken_config(content: bytes, random: Random) -> bytes:
         "{{ 'a'.ljust(10**10) }}",
         "{% if",
         "{{ a.b.c }}",
+        "x" * 10_000_000,
+        "{% for m in messages %}{% if m.content == 'hi' %}" + loop + "{% endif %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% if m.content == 'hi' %}{{ 'x' * 10**9 * 2 }}{% endif %}{% endfor %}",
+        [{"name": ["default"], "template": "x"}],
         [],
         [{}],
     )
@@ -315,7 +319,8 @@ def broken_safetensors(content: bytes, random: Random) -> bytes:
         filled = random.choice((b"\xff", b"\x7f", b"\0")) * (stop - start)
         return content[: 8 + size + start] + filled + data[stop:]
     if kind == 7:  # as many as a header holds
-        more = ", ".join(f'"t{n}": {{"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}' for n in range(20_000))
+        count = random.choice((20_000, 20_000, 600_000))
+        more = ", ".join(f'"t{n}": {{"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}' for n in range(count))
         header = header.rstrip()[:-1] + b", " + more.encode() + b"}"
         return struct.pack("<Q", len(header)) + header + data
     if kind == 8:  # two tensors in one place, a hole between them, one beyond the end, one twice

@@ -340,8 +340,8 @@ def read_line(stream: BinaryIO, path: Path, number: int) -> bytes:
 
 # Tensors and columns.
 
-LARGEST_HEADER = 100_000_000
-"""As the format itself says."""
+LARGEST_HEADER = 1 << 25
+"""Bytes: of three hundred thousand tensors. The format allows three times as many, and their reading takes long."""
 
 
 def open_safetensors(path: str | Path) -> Any:
@@ -365,7 +365,10 @@ def read_safetensors_header(path: str | Path) -> Table:
         try:
             size, begin = os.fstat(file.fileno()).st_size, file.read(8)
             header = int.from_bytes(begin, "little")
-            whole = len(begin) == 8 and header <= min(LARGEST_HEADER, size - 8)
+            whole = len(begin) == 8 and header <= size - 8
+            if whole and header > LARGEST_HEADER:
+                reason = f"begins with a header of {header:,} bytes, more than the {LARGEST_HEADER:,} it may have"
+                raise Unreadable(path, reason, "write its tensors into several files")
             text = file.read(header) if whole else b""
         except OSError as problem:
             raise Unreadable(path, f"cannot be read: {problem.strerror}", instead) from None
@@ -373,7 +376,6 @@ def read_safetensors_header(path: str | Path) -> Table:
             raise Unreadable(path, f"is damaged: its {size:,} bytes do not hold the header they begin with", instead)
         try:
             found = parse_json(text.rstrip(b" "))
-            require_sane(found)
         except (ValueError, UnicodeDecodeError) as problem:
             raise Unreadable(path, f"is damaged: its header is not JSON ({problem})", instead) from None
     return found if isinstance(found, dict) else {}

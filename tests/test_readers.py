@@ -461,3 +461,12 @@ def test_a_header_that_a_disk_does_not_read_is_a_sentence(tmp_path: Path) -> Non
     link.symlink_to("/proc/self/mem")
     with pytest.raises(Unreadable, match="cannot be read: Input/output error"):
         readers.read_safetensors_header(link)
+
+
+def test_a_header_that_is_read_for_minutes_is_refused(tmp_path: Path) -> None:
+    """A hole on the disk in the place of a million tensors: it is not read at all."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", 99_000_000))
+    os.truncate(path, 100_000_000)
+    with pytest.raises(UserError, match="begins with a header of 99,000,000 bytes, more than the 33,554,432 it may"):
+        readers.read_safetensors_header(path)

@@ -24,6 +24,10 @@ from cuboid.errors import UserError
 from cuboid.readers import Missing, read_json, read_text
 
 FILE, CONFIG, KEY = "chat_template.jinja", "tokenizer_config.json", "chat_template"
+LARGEST = 1 << 18
+"""Characters of a template; the longest there are have some ten thousand, and a megabyte is compiled for seconds."""
+LONGEST = 1 << 24
+"""Characters of a conversation as it is written."""
 SECONDS = 10.0
 """Of a processor that a template may take for one conversation."""
 MEMORY = 1 << 30
@@ -171,9 +175,12 @@ def answer() -> None:
     for line in sys.stdin:
         told: dict[str, Any] = {"turns": [], "refused": "", "ran away": False}
         try:
-            told["turns"] = template.turns(*json.loads(line))
+            messages, place = json.loads(line)
+            told["turns"] = template.turns(messages, place)
+            if sum(map(len, told["turns"])) > LONGEST:
+                raise Runaway(template, place)
         except UserError as error:
-            told |= {"refused": str(error), "ran away": isinstance(error, Runaway)}
+            told |= {"turns": [], "refused": str(error), "ran away": isinstance(error, Runaway)}
         print(json.dumps(told), flush=True)
 
 
@@ -193,8 +200,10 @@ def find_template(tokenizer: str) -> ChatTemplate | None:
     except Missing:
         source, where = config.get(KEY), f"{KEY} of {folder / CONFIG}"
     if isinstance(source, list):  # several, by name
-        named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
-        source = named.get("default")
+        named = [each.get("template") for each in source if isinstance(each, dict) and each.get("name") == "default"]
+        source = named[-1] if named else None
+    if isinstance(source, str) and len(source) > LARGEST:
+        raise UserError(f"{where} has {len(source):,} characters, more than the {LARGEST:,} one may have; {INSTEAD}")
     return ChatTemplate(where, source, tuple(tokens.items())) if isinstance(source, str) else None
 
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from cuboid.cli.main import main
-from cuboid.data.chat import FILE, ChatTemplate, find_template
+from cuboid.data.chat import FILE, ChatTemplate, Renderer, find_template
 from cuboid.data.store import open_store
 from cuboid.data.tokenizer import byte_tokenizer
 from cuboid.errors import UserError
@@ -103,6 +103,17 @@ def test_a_template_that_does_not_end_is_refused(
     assert main([*build, "--tokenizer", str(tokenizer(tmp_path / "model", template))]) == 2
     assert "takes for ever, or all memory, on these messages; use rows with" in capsys.readouterr().err
     assert not list(tmp_path.glob("store*"))
+
+
+def test_templates_that_cannot_be_one(tmp_path: Path) -> None:
+    assert find_template(str(tokenizer(tmp_path / "named", [{"name": ["default"], "template": CHATML}]))) is None
+    with pytest.raises(UserError, match="has 1,000,000 characters, more than the 262,144 one may have; use rows with"):
+        find_template(str(tokenizer(tmp_path / "long", "x" * 1_000_000)))
+    with Renderer(ChatTemplate("mine", "{% for m in messages %}{{ m.content }}{% endfor %}", ())) as renderer:
+        assert renderer.turns(MESSAGES[1:2], "row 1") == ("", "HELLO")
+        with pytest.raises(UserError, match="row 2: mine takes for ever, or all memory, on these messages"):
+            renderer.turns([{"role": "assistant", "content": "x" * 17_000_000}], "row 2")
+        assert renderer.turns(MESSAGES[1:2], "row 3") == ("", "HELLO"), "one row that is refused ends nothing"
 
 
 def test_conversations_without_an_answer_are_counted_as_such(
