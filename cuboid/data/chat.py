@@ -21,7 +21,7 @@ import psutil
 
 from cuboid.data.tokenizer import BYTES
 from cuboid.errors import UserError
-from cuboid.readers import Missing, read_json, read_text
+from cuboid.readers import Missing, parse_json, read_json, read_text
 
 FILE, CONFIG, KEY = "chat_template.jinja", "tokenizer_config.json", "chat_template"
 LARGEST = 1 << 18
@@ -137,7 +137,7 @@ class Renderer:
             while not select.select([process.stdout], [], [], 0.2)[0]:
                 if _processor(used) - before > SECONDS:
                     raise Runaway(self._template, place)
-            told = json.loads(process.stdout.readline())
+            told = parse_json(process.stdout.readline(), finite=False)
         except (OSError, ValueError, psutil.Error):  # it was ended, by a bound on its memory or from outside
             raise Runaway(self._template, place) from None
         if told["refused"]:
@@ -167,7 +167,7 @@ def answer() -> None:
     """What the process of a `Renderer` does, until its input ends."""
     with suppress(AttributeError):  # on other systems than Linux
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with who started it
-    where, source, tokens = json.loads(sys.stdin.readline())
+    where, source, tokens = parse_json(sys.stdin.readline(), finite=False)
     most = psutil.Process().memory_info().vms + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     template = ChatTemplate(where, source, tuple((name, text) for name, text in tokens))
@@ -175,7 +175,7 @@ def answer() -> None:
     for line in sys.stdin:
         told: dict[str, Any] = {"turns": [], "refused": "", "ran away": False}
         try:
-            messages, place = json.loads(line)
+            messages, place = parse_json(line, finite=False)
             told["turns"] = template.turns(messages, place)
             if sum(map(len, told["turns"])) > LONGEST:
                 raise Runaway(template, place)
