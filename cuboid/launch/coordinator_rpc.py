@@ -65,8 +65,8 @@ class CoordinatorServer:
         self._door.close()
 
     def stop_leading(self) -> None:
-        """Another leads: nothing more is said, and everybody looks for it."""
-        self._open = False
+        """Another leads: nothing more is said, and everybody looks for it, also who connects just now."""
+        self._open = False  # first: a line is noted before `_serve` looks at this, so that none is missed by both
         self._door.close()
         for line in list(self._lines.values()):
             line.hang_up()
@@ -113,6 +113,8 @@ class CoordinatorServer:
                 with self._lock:
                     node = str(word["node"])
                     self._lines[node] = line
+                    if not self._open:
+                        return
                     status, order = _status(word["status"]), self._coordinator.order
                     self._coordinator.hear(node, status, time.monotonic())
                     # Who has the order is only told that the leader lives: of many nodes the order is long.

@@ -6,11 +6,12 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 
 import pytest
 
 from cuboid.launch.coordinator import Coordinator, Order, Rules, Status
-from cuboid.launch.coordinator_rpc import OTHER_RUN, CoordinatorClient, CoordinatorServer
+from cuboid.launch.coordinator_rpc import OTHER_RUN, CoordinatorClient, CoordinatorServer, _encode
 from cuboid.launch.network import Endpoint
 from cuboid.resilience.replan import Choice
 from cuboid.secure_channel import greet
@@ -81,6 +82,17 @@ def test_a_contact_finds_its_way_back(office: Office) -> None:
     heard = contact._heard
     wait(lambda: contact._heard > heard + 0.5)
     assert not contact.lost and contact.silence < 60
+
+
+def test_who_led_answers_nobody_who_connected_in_that_moment() -> None:
+    """A node that woke up connected to itself, found that another led, and heard itself for ever."""
+    office = Office()
+    with socket.create_connection((office.endpoint.host, office.endpoint.port)) as line:
+        channel = greet(line, SECRET, "coordinator")  # it is let in, and has said nothing yet
+        office.desk.stop_leading()
+        channel.wait_no_longer_than(30)
+        channel.send(_encode({"node": "a", "run": "the run", "status": asdict(Status())}))
+        assert channel.receive() is None
 
 
 def test_another_run_and_strangers_are_sent_away(office: Office) -> None:
