@@ -95,6 +95,16 @@ def open_plain(path: str | Path, instead: str = "name an existing file") -> Bina
     return os.fdopen(handle, "rb")
 
 
+@contextmanager
+def plain_file(path: str | Path, instead: str = "name an existing file") -> Iterator[BinaryIO]:
+    """A plain file that is read in parts: one that a disk does not read, or that has no end, is named."""
+    with open_plain(path, instead) as file:
+        try:
+            yield file
+        except OSError as problem:
+            raise Unreadable(path, f"cannot be read: {problem.strerror}", instead) from None
+
+
 def kind_of(mode: int) -> str:
     """What is no plain file, in a word."""
     kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"))
@@ -232,7 +242,7 @@ def read_rows(path: str | Path, needs: Callable[[Table], bool] = lambda row: Tru
     """The rows of a log, none if there is no such file. The last line may be a part of a row, and is none then; one
     before it that is no row means that the file is damaged. `needs`: what a row must have."""
     try:
-        with open_plain(path, "remove it, or copy it again") as file:
+        with plain_file(path, "remove it, or copy it again") as file:
             return _rows(path, iter(partial(file.readline, LARGEST_ROW + 1), b""), needs)
     except Missing:
         return []

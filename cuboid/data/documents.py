@@ -20,8 +20,8 @@ from cuboid.readers import (
     open_arrow,
     open_inflated,
     open_parquet,
-    open_plain,
     parse_json,
+    plain_file,
     read_json,
     read_line,
 )
@@ -116,7 +116,7 @@ def _input_file(path: Path, name: str) -> InputFile:
 
 def _fingerprint(path: Path, size: int) -> str:
     digest = hashlib.sha256(str(size).encode())
-    with open_plain(path) as file:
+    with plain_file(path) as file:
         for place in range(SAMPLES):
             file.seek(max(size - SAMPLE, 0) * place // (SAMPLES - 1))
             digest.update(file.read(SAMPLE))

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuboid.errors import UserError
-from cuboid.readers import map_array, open_plain, read_bytes
+from cuboid.readers import map_array, open_plain, plain_file, read_bytes
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -101,7 +101,7 @@ def open_pair(prefix: str | Path) -> IndexedTokens:
         if not path.is_file():
             raise UserError(f"{path} is missing; a Megatron pair is {tokens_path.name} beside {index_path.name}")
     size = index_path.stat().st_size
-    with open_plain(index_path) as file:
+    with plain_file(index_path) as file:
         header = file.read(HEADER.size)
     if len(header) < HEADER.size or not header.startswith(MAGIC):
         raise damaged(index_path, "it does not begin like a Megatron index")

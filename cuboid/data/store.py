@@ -15,7 +15,7 @@ from typing import Literal
 
 from cuboid.data.indexed import IndexedTokens, check_pair, damaged, largest_token, open_pair
 from cuboid.errors import UserError
-from cuboid.readers import Unreadable, open_plain, read_json
+from cuboid.readers import Unreadable, plain_file, read_json
 from cuboid.spec.coding import decode
 
 MANIFEST = "manifest.json"
@@ -142,7 +142,7 @@ def is_store(path: Path) -> bool:
 
 def checksum(path: Path) -> str:
     digest = hashlib.sha256()
-    with open_plain(path) as file:
+    with plain_file(path) as file:
         while block := file.read(BLOCK):
             digest.update(block)
     return digest.hexdigest()

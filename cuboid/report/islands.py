@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cuboid.errors import UserError
-from cuboid.readers import open_plain
+from cuboid.readers import plain_file
 from cuboid.report.source import Source, finite
 from cuboid.telemetry.rows import Row, parse_metric_rows
 
@@ -46,7 +46,7 @@ def _island(folder: Path) -> dict[str, Any] | None:
 def _newest(path: Path) -> list[Row]:
     """A row that is half written, or a log that is none, is another run's business."""
     try:
-        with open_plain(path) as file:
+        with plain_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - TAIL))
             text = file.read(TAIL)

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from cuboid.readers import Unreadable, is_finite, open_plain, parse_json
+from cuboid.readers import Unreadable, is_finite, parse_json, plain_file
 from cuboid.report.source import Source
 from cuboid.schedule.simulate import StageCosts
 from cuboid.schedule.table import Action, Kind, Schedule, needed
@@ -227,7 +227,7 @@ def _path(source: Source, rank: int) -> Path | None:
 def _lines(path: Path | None) -> Iterator[tuple[int, bytes]]:
     if path is None:
         return
-    with open_plain(path) as file:
+    with plain_file(path) as file:
         file.seek(0, 2)
         size = file.tell()
         file.seek(max(0, size - TAIL))

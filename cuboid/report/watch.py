@@ -17,7 +17,7 @@ from rich.text import Text
 from cuboid.errors import UserError
 from cuboid.planning.choose import pipeline_seconds
 from cuboid.planning.plan import GIB
-from cuboid.readers import LARGEST, Missing, open_plain
+from cuboid.readers import LARGEST, Missing, plain_file
 from cuboid.report.islands import island_line, islands
 from cuboid.report.measured import MeasuredStep, kept_steps, measure
 from cuboid.report.metrics import busiest
@@ -56,7 +56,7 @@ class Watched:
         """Reads on where it stopped; how many steps are new. A shorter file is one that a restart has begun anew."""
         path = self.folder / "metrics.jsonl"
         try:
-            with open_plain(path) as file:
+            with plain_file(path) as file:
                 size = os.fstat(file.fileno()).st_size
         except Missing:
             size = 0
@@ -64,7 +64,7 @@ class Watched:
             self.rows, self._read, self._last = [], 0, b""
         before = len(self.rows)
         if size > self._read:
-            with open_plain(path) as file:
+            with plain_file(path) as file:
                 file.seek(self._read)
                 text = file.read(LARGEST)
             whole = text[: text.rfind(b"\n") + 1]
@@ -78,7 +78,7 @@ class Watched:
         """Whether what was read is still there: a run that resumes from a checkpoint drops the rows it will redo."""
         if not self._read:
             return True
-        with open_plain(path) as file:
+        with plain_file(path) as file:
             file.seek(self._read - len(self._last))
             return file.read(len(self._last)) == self._last
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import islice
 from typing import Any
 
 from cuboid.errors import UserError, either, nearest_names, nearest_numbers, use
@@ -214,12 +215,19 @@ def _precision(found: Table) -> Table:
     return {"precision": "fp16", "loss_scale": 2.0**first, "loss_scale_steps": window}
 
 
+MOST_KEYS = 5000
+"""Each unknown one is compared with all that are known."""
+
+
 def _read(config: Mapping[str, Any]) -> tuple[Table, list[str]]:
     """Dotted key -> value, for the keys that can be honoured, and notes; one sentence names all that cannot."""
     found: Table = {}
     refused, ignored, open_keys, strange, otherwise = _sections(config), [], [], [], []
     empty = []
-    for key, value in _flatten(_spelled(config)):
+    pairs = list(islice(_flatten(_spelled(config)), MOST_KEYS + 1))
+    if len(pairs) > MOST_KEYS:
+        raise UserError(f"a config of more than {MOST_KEYS:,} keys is none of DeepSpeed's, which has some hundreds")
+    for key, value in pairs:
         kind = KEYS.get(key)
         if value is None and kind != Only((None,)):
             empty.append(key)

@@ -66,6 +66,15 @@ def test_a_small_terminal(folder: Path) -> None:
     assert re.search(r"^pp 1 █+ 4\.00 GiB$", text, re.M)
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timing-00000.jsonl"])
+def test_a_log_that_a_disk_does_not_read(folder: Path, name: str) -> None:
+    """The memory of a process is a file whose first page fails as a broken disk does."""
+    (folder / name).unlink()
+    (folder / name).symlink_to("/proc/self/mem")
+    with pytest.raises(UserError, match=f"{name} cannot be read: (Invalid argument|Input/output error)"):
+        collect(open_source(folder, "cpux4"))
+
+
 def test_islands_that_share_a_disk(tmp_path: Path) -> None:
     """Each with its lag, the size of the outer gradient and how far islands are apart; on the page too."""
     for number, done in enumerate((6, 4)):

@@ -286,3 +286,8 @@ def test_schedulers_of_the_learning_rate() -> None:
     assert rate("WarmupCosineLR", total_num_steps=50, cos_min_ratio=0.1).minimum_ratio == 0.1
     falls = LearningRateSpec(peak=2e-5, schedule="wsd", warmup_steps=10, decay_steps=40, minimum_ratio=0.0)
     assert rate("WarmupDecayLR", total_num_steps=50) == falls
+
+
+def test_a_config_of_far_too_many_keys() -> None:
+    with pytest.raises(UserError, match="a config of more than 5,000 keys is none of DeepSpeed's"):
+        run_table_from_deepspeed({f"key{number}": number for number in range(100_000)}, None)
