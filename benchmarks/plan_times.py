@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from itertools import combinations_with_replacement
 from pathlib import Path
@@ -38,7 +39,9 @@ class Taken:
     cluster: str
     global_batch: int
     seconds: float
-    """Of the processor, in user and system mode."""
+    """Of the processor, in user and system mode, of all processes."""
+    waited: float
+    """Seconds by the clock."""
     megabytes: float
     """Most that the process held."""
     answered: bool
@@ -59,6 +62,7 @@ def ask(folder: Path, model: str, cluster: str, global_batch: int, options: list
     given = [model, cluster, "--global-batch", str(global_batch), *options, "--json"]
     command = [sys.executable, "-m", "cuboid.cli.main", "plan", *given]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
+    begin = time.perf_counter()
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
@@ -68,7 +72,8 @@ def ask(folder: Path, model: str, cluster: str, global_batch: int, options: list
     if code not in (0, 2):
         raise SystemExit(f"cuboid plan {' '.join(given)} ended with {code}")
     seconds = usage.ru_utime + usage.ru_stime
-    return Taken(model, cluster, global_batch, seconds, usage.ru_maxrss / 1024, code == 0, answer)
+    waited = time.perf_counter() - begin
+    return Taken(model, cluster, global_batch, seconds, waited, usage.ru_maxrss / 1024, code == 0, answer)
 
 
 KINDS = {"h100": (3.0, 1.5), "a100": (1.8, 0.8), "l40s": (1.0, 0.4)}
@@ -91,7 +96,7 @@ def nine_groups() -> str:
 
 
 def claims() -> None:
-    """The questions that have limits of their own, in seconds of the processor."""
+    """The questions that have limits of their own, in seconds by the clock."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "nine.toml"
         path.write_text(nine_groups())
@@ -105,7 +110,7 @@ def claims() -> None:
         ]
         for limit, model, cluster, batch, given in questions:
             taken = ask(HERE, model, cluster, batch, given)
-            print(f"at most {limit:g} s: {taken.line}, {' '.join(given)}", flush=True)
+            print(f"at most {limit:g} s: {taken.waited:.2f} s, {taken.line}, {' '.join(given)}", flush=True)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations_with_replacement
 from typing import Any
 
@@ -19,6 +20,7 @@ from cuboid.planning.energy import kilowatt_hours
 from cuboid.planning.island_alternatives import Alternative, as_one_job, fastest_alone, unequal_job, without_islands
 from cuboid.planning.island_batches import share, weights_by_speed
 from cuboid.planning.island_links import Paths, Sent, fragment_bytes, sent_between
+from cuboid.planning.meanwhile import meanwhile
 from cuboid.planning.plan import Plan
 from cuboid.planning.question import Question
 from cuboid.planning.search import search
@@ -138,8 +140,9 @@ def parse_wanted(text: str) -> dict[str, Any]:
 
 def plan_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping[str, Any]) -> IslandsPlan:
     """`global_batch`: sequences in a step of all islands together. `wanted`: fields of [islands] the user decides."""
-    best = fastest_islands(groups, ask, global_batch, wanted)
-    return _compared(_planned(groups, best), ask, global_batch)
+    with meanwhile(partial(_alternatives, groups, ask, global_batch)) as alternatives:
+        best = _planned(groups, fastest_islands(groups, ask, global_batch, wanted))
+        return _compared(best, alternatives(), global_batch)
 
 
 def islands_alone(groups: Groups, ask: Ask, global_batch: int) -> IslandsPlan:
@@ -397,12 +400,20 @@ def _specs(chosen: Sequence[Plan], wanted: Mapping[str, Any]) -> Iterator[Island
 # Without islands.
 
 
-def _compared(best: IslandsPlan, ask: Ask, global_batch: int) -> IslandsPlan:
-    """With what else could be done with the same groups."""
-    first = fastest_alone(best.groups, ask, global_batch)
+Alternatives = tuple[Alternative | UserError, Alternative | UserError, Alternative | None]
+"""One group alone, one job of equal parts, one of unequal parts."""
+
+
+def _alternatives(groups: Groups, ask: Ask, global_batch: int) -> Alternatives:
+    first = fastest_alone(groups, ask, global_batch)
     alone = without_islands(first.name, ask, first.cluster, global_batch)
-    together = without_islands("one job", ask, as_one_job(best.groups), global_batch)
-    unequal = unequal_job(best.groups, ask, global_batch)
+    together = without_islands("one job", ask, as_one_job(groups), global_batch)
+    return alone, together, unequal_job(groups, ask, global_batch)
+
+
+def _compared(best: IslandsPlan, alternatives: Alternatives, global_batch: int) -> IslandsPlan:
+    """With what else could be done with the same groups."""
+    alone, together, unequal = alternatives
     notes = []
     batch = sum(plan.question.global_batch for plan in best.plans)
     if batch != global_batch:

@@ -16,6 +16,7 @@ from cuboid.planning.choose import each_size, large_enough
 from cuboid.planning.energy import kilowatt_hours, no_watts
 from cuboid.planning.island_failures import failures_of, goodput_of
 from cuboid.planning.islands import Ask, IslandsPlan, islands_alone
+from cuboid.planning.meanwhile import meanwhile
 from cuboid.planning.plan import amount
 from cuboid.planning.question import FEW_NODES, Question, every_size, resized_cluster, sizes
 from cuboid.spec.cluster import ClusterSpec
@@ -64,9 +65,16 @@ class TrainingOption:
 
 def training_options(groups: Groups, ask: Ask, global_batch: int, tokens: float) -> list[TrainingOption]:
     """The fastest first."""
-    found = [option for group in _distinct(groups.groups) for option in _of_group(group, ask, global_batch, tokens)]
-    if len(groups.groups) > 1:
-        found += _of_islands(groups, ask, global_batch, tokens)
+
+    def alone() -> list[TrainingOption]:
+        return [option for group in _distinct(groups.groups) for option in _of_group(group, ask, global_batch, tokens)]
+
+    if len(groups.groups) == 1:
+        found = alone()
+    else:
+        with meanwhile(alone) as answer:
+            of_islands = list(_of_islands(groups, ask, global_batch, tokens))
+            found = answer() + of_islands
     if not found:
         raise UserError(f"{groups.name} has no group that fits the model; use more memory or accelerators")
     return sorted(found, key=lambda option: (option.days, option.cost or 0.0))
