@@ -161,7 +161,7 @@ def test_a_file_that_no_disk_reads_is_refused(run_folder: Path, capsys: pytest.C
     """It looks like a plain file, and its first byte cannot be read."""
     (run_folder / "memory-00000.jsonl").symlink_to("/proc/self/mem")
     assert main([*VERBS["report"], "-o", "out.html"]) == 2
-    assert "error: a file cannot be read or written: Input/output error" in capsys.readouterr().err
+    assert "memory-00000.jsonl cannot be read: Input/output error" in capsys.readouterr().err
     assert not Path("out.html").exists()
 
 
