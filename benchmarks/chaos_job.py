@@ -193,7 +193,8 @@ class WriterWatch(threading.Thread):
         while not self._over.wait(0.2):
             writers = [process for process in self._job.processes() if _writes(process, path)]
             self._seen = self._seen or bool(writers)
-            if len(writers) > 1:
+            # Looked at again: meanwhile one of them may have replaced the file of another, which stands still or dies.
+            if len(writers) > 1 and sum(_writes(process, path) for process in writers) > 1:
                 self._two.append(f"processes {writers} write {path} at once")
 
     def end(self) -> list[str]:
