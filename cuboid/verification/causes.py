@@ -289,6 +289,8 @@ def rounding_cause(evidence: Evidence, seen: Seen) -> str:
     held = (seen.right != 0) & ((seen.observed - seen.right).abs() > 1e-12 * seen.right.abs())
     if evidence.run.training.precision != "float64" or int(held.sum()) < max(8, held.numel() / 4):
         return ""
+    if seen.right.ndim > 1 and _is_of_few_directions(seen.observed - seen.right):
+        return ""
     off = ((seen.observed - seen.right) / seen.right.abs())[held]
     off = off[:: -(-len(off) // MANY**2)]  # torch takes quantiles of 2^24 elements at most
     most, together = float(off.abs().quantile(0.75)), float(off.median().abs())
@@ -297,6 +299,18 @@ def rounding_cause(evidence: Evidence, seen: Seen) -> str:
         if 2.0 ** -(bits + 3) <= most <= 2.0 ** -(bits - 2) and together <= most:
             return f"elements are off by 2^{math.log2(most):.0f}, as rounding to {precision} makes them"
     return ""
+
+
+def _is_of_few_directions(error: Tensor) -> bool:
+    """A term that is missing or too large, as of the router's loss: rounding has no direction."""
+    rows = error.flatten(0, -2)
+    rows = rows[:: -(-len(rows) // MANY)].double()
+    whole = float(rows.square().sum())
+    return whole > 0 and float(torch.linalg.matrix_norm(rows, 2)) ** 2 > FEW_DIRECTIONS * whole
+
+
+FEW_DIRECTIONS = 0.5
+"""Of the squares of an error, along the one direction that has most of them."""
 
 
 def _which_tokens(evidence: Evidence, seen: Seen, kind: str) -> str:

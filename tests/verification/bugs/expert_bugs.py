@@ -53,7 +53,7 @@ def _(patches: Patches) -> None:
     "dp=2,ep=2",
     r"feed_forward\.experts",
     "reduction",
-    r"other experts|another slice|rank \d",
+    r"other experts|another slice|other slices|rank \d",
     model=MIXTURE,
 )
 def _(patches: Patches) -> None:
