@@ -46,8 +46,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # CUDA cannot start in a fork, nor with
 sys.path.insert(0, str(Path(__file__).parent))
 
 from confined import confine, why_not_confined
+from damage import damage
 from good_input import SCENARIOS, make_good, status_of
-from junk import damage, word
+from junk import word
 
 from cuboid.cli.main import VERBS, _application, module_of
 from cuboid.spec.coding import field_types, unwrap_optional

@@ -87,7 +87,7 @@ ELSEWHERE = {
     "spec/cluster.py": "a file of the package",
     "spec/load.py": "files of the package",
     "telemetry/heartbeat.py": "the heartbeat itself, and what the system says of a process",
-    "training/run_folder.py": "a folder, to hold it",
+    "training/claim.py": "a folder, to hold it",
 }
 """Files that read by other means -> what they read, none of which comes from a user."""
 PARSES = {"cli/evaluate.py", "launch/coordinator_rpc.py", "launch/watched.py", "telemetry/heartbeat.py"}

@@ -37,7 +37,8 @@ from cuboid.resilience.replan_groups import GroupReplanner
 from cuboid.secure_channel import found_secret, given_secret, greet, make_secret
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
-from cuboid.training.run_folder import forget_reports, newest_kept, try_claim
+from cuboid.training.claim import try_claim
+from cuboid.training.run_folder import forget_reports, newest_kept
 
 SOONER = 0.6
 """Part of resilience.contact_seconds after which a node that hears nothing ends its ranks: before the others, which

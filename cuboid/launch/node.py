@@ -26,7 +26,8 @@ from cuboid.resilience.rebalance import Pace
 from cuboid.resilience.replan_groups import node_name
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
-from cuboid.training.run_folder import InUse, newest_kept
+from cuboid.training.claim import InUse
+from cuboid.training.run_folder import newest_kept
 
 if TYPE_CHECKING:
     from cuboid.training.trainer import Outcome

@@ -28,8 +28,9 @@ from cuboid.resilience.replan_groups import check_group
 from cuboid.spec.layout import require_positive
 from cuboid.spec.run import Run, check_chosen, check_supported, dump_run
 from cuboid.training.callbacks import callback_classes
+from cuboid.training.claim import InUse, claimed
 from cuboid.training.learning_rate import check_schedule
-from cuboid.training.run_folder import InUse, as_begun, check_folders, checkpoint_folder, claimed, prepare_folder
+from cuboid.training.run_folder import as_begun, check_folders, checkpoint_folder, prepare_folder
 from cuboid.training.trackers import check_trackers
 
 if TYPE_CHECKING:

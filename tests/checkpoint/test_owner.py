@@ -18,7 +18,8 @@ from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
 from cuboid.readers import parse_toml
 from cuboid.spec.run import Run, build_run, dump_run
-from cuboid.training.run_folder import claimed, prepare_folder
+from cuboid.training.claim import claimed
+from cuboid.training.run_folder import prepare_folder
 from tests.training.cases import short_run, train_rank
 
 

@@ -13,7 +13,7 @@ import pytest
 from cuboid.checkpoint.terms import Fence, Term, Terms
 from cuboid.errors import UserError
 from cuboid.secure_channel import make_secret
-from cuboid.training.run_folder import claimed, try_claim
+from cuboid.training.claim import claimed, try_claim
 
 
 def race(folder: Path, barrier: object, name: str, won: object) -> None:

@@ -17,7 +17,7 @@ from cuboid.launch.leadership import Leadership, leader_answers, secret_of
 from cuboid.launch.network import Endpoint, Interface, listen
 from cuboid.launch.start import Nodes
 from cuboid.spec.run import Run, build_run
-from cuboid.training.run_folder import try_claim
+from cuboid.training.claim import try_claim
 from tests.launch.ports import free_port
 
 

@@ -18,7 +18,7 @@ from cuboid.launch.place import Place
 from cuboid.launch.start import NodeOptions, Nodes, TrainingRole, take_role, train_run
 from cuboid.launch.supervisor import check_machine
 from cuboid.spec.run import Run, build_run, dump_run
-from cuboid.training.run_folder import claimed, try_claim
+from cuboid.training.claim import claimed, try_claim
 from tests.launch.ports import free_port
 
 NODES = Nodes(Endpoint("node0", 29400), Interface("eth0", "10.0.0.7"), 2, 4, ranks=2)

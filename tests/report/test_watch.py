@@ -27,7 +27,7 @@ from cuboid.report.page import collect, page, serve
 from cuboid.report.source import open_source
 from cuboid.report.watch import Watched, bar, frame, line, sparkline
 from cuboid.schedule.simulate import StageCosts
-from cuboid.training.run_folder import claimed
+from cuboid.training.claim import claimed
 from tests.cli.command import environment
 from tests.report.cases import make_run, row, write_memory, write_rows, write_timing
 

@@ -12,12 +12,12 @@ import pytest
 
 from cuboid.cli.main import main
 from cuboid.errors import UserError
-from cuboid.training.run_folder import claimed
+from cuboid.training.claim import claimed
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from cuboid.training.run_folder import claimed
+from cuboid.training.claim import claimed
 with claimed(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
