@@ -166,9 +166,9 @@ READERS: dict[Any, Reader] = {
         only=SILU,
         finish=(read_attention_bias, read_rope),
     ),
-    # A Llama, unless its attention is cut short.
+    # A Llama whose attention may be cut short.
     "mistral": Reader(
-        family="llama",
+        family="mistral",
         defaults={"norm_epsilon": 1e-6, "rope_theta": 10000.0, "max_positions": 131072, "kv_heads": 8},
         fields=COMMON,
         only=SILU,

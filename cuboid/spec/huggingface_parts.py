@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from cuboid.errors import UserError
 from cuboid.readers import Table
 from cuboid.spec.coding import show
-from cuboid.spec.model import BIAS_RATE, ROUTER_NOISE
+from cuboid.spec.model import BIAS_RATE, ROUTER_NOISE, ModelSpec
 
 LATENT_KEYS = {
     "q_lora_rank": "q_rank",
@@ -73,10 +73,11 @@ def read_rope(left: Table, table: Table) -> None:
         table["rope_theta"] = theta
     kind = parameters.pop("rope_type", parameters.pop("type", "default"))
     parameters.pop("type", None)
+    first = {"original_positions": table.get("max_positions", ModelSpec.max_positions)}  # where nothing says it
     if kind == "llama3":
-        table["rope_scaling"] = take(parameters, LLAMA3_SCALING)
+        table["rope_scaling"] = first | take(parameters, LLAMA3_SCALING)
     elif kind == "yarn":
-        table["yarn"] = take(parameters, YARN_SCALING)
+        table["yarn"] = first | take(parameters, YARN_SCALING)
     elif kind == "linear":
         table["rope_factor"] = parameters.pop("factor", 1.0)
     elif kind != "default":
@@ -215,8 +216,7 @@ def read_windows(left: Table, table: Table) -> None:
 def read_mistral_window(left: Table, table: Table) -> None:
     """On unless the config says otherwise."""
     window = left.pop("sliding_window", 4096)
-    if window is not None:
-        table |= {"family": "mistral", "windows": [window]}
+    table["windows"] = [] if window is None else [window]
 
 
 def read_attention_bias(left: Table, table: Table) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, nearest_numbers, use
 from cuboid.readers import read_json
 from cuboid.spec.huggingface import READERS
 from cuboid.spec.huggingface_parts import (
@@ -55,6 +55,7 @@ def config_from_model(model: ModelSpec) -> Config:
         raise UserError(
             f"model={model.name} is none of family={model.family} to Hugging Face; use a family with its parts"
         )
+    _check_heads(model)
     reader = READERS[model.family]
     config: Config = {"model_type": model.family, "architectures": [MODULES[model.family]]}
     config |= {theirs: getattr(model, ours) for theirs, ours in reader.fields.items()}
@@ -83,6 +84,16 @@ def config_from_model(model: ModelSpec) -> Config:
     return config | _rope(model) | {"attention_dropout": 0.0}
 
 
+def _check_heads(model: ModelSpec) -> None:
+    """What the config classes of two families refuse to read, whatever head_dim is."""
+    if model.family in ("llama", "gemma3_text") and model.hidden % model.heads:
+        near = nearest_numbers(model.heads, lambda number: model.hidden % number == 0, 1, model.hidden)
+        raise UserError(
+            f"model.heads={model.heads} does not divide hidden={model.hidden}, which family={model.family} of Hugging "
+            f"Face refuses; {use('heads', near)}"
+        )
+
+
 WINDOWED = ("mistral", "gemma3_text", "olmo3", "gpt_oss")
 """Families whose modules have layers with a window."""
 
@@ -96,13 +107,14 @@ def _windows(model: ModelSpec) -> Config:
             f"model.windows={list(model.windows)} cannot be written as family={model.family}; use one window, or 0"
         )
     if model.family == "mistral":
-        if 0 in windows:
+        if sizes and 0 in windows:
             raise UserError(
                 f"model.windows={list(model.windows)} cannot be written as family=mistral; use [{sizes[0]}]"
             )
-        return {"sliding_window": sizes[0]}
+        return {"sliding_window": sizes[0] if sizes else None}
     kinds = ["sliding_attention" if window else "full_attention" for window in windows]
-    return {"sliding_window": sizes[0] if sizes else None, "layer_types": kinds}
+    # Where no layer has a window their modules ask for its size all the same.
+    return {"sliding_window": sizes[0] if sizes else model.max_positions, "layer_types": kinds}
 
 
 def _number(value: float) -> float:
@@ -131,7 +143,9 @@ def _one_rope(model: ModelSpec) -> Config:
             del kept["truncate"]  # which older versions do not know
         return {"rope_theta": model.rope_theta, "rope_scaling": {"rope_type": "yarn", **kept}}
     if model.rope_scaling is None:
-        return {"rope_theta": model.rope_theta, "rope_scaling": None}
+        # To GPT-OSS nothing said means YaRN.
+        plain = {"rope_type": "default"} if model.family == "gpt_oss" else None
+        return {"rope_theta": model.rope_theta, "rope_scaling": plain}
     scaling = {theirs: getattr(model.rope_scaling, ours) for theirs, ours in LLAMA3_SCALING.items()}
     return {"rope_theta": model.rope_theta, "rope_scaling": {"rope_type": "llama3", **scaling}}
 

@@ -416,13 +416,13 @@ class ModelSpec:
             )
         if self.head_dim:
             return
-        if self.hidden % self.heads:
+        if self.hidden % self.heads and self.latent is None:  # whose heads have widths of their own
             near = nearest_numbers(self.heads, lambda number: self.hidden % number == 0, 1, self.hidden)
             raise UserError(
                 f"model.heads={self.heads} does not divide hidden={self.hidden} and head_dim is not given; "
                 f"{use('heads', near)}"
             )
-        object.__setattr__(self, "head_dim", self.hidden // self.heads)
+        object.__setattr__(self, "head_dim", max(1, self.hidden // self.heads))
 
     @property
     def rope_dim(self) -> int:

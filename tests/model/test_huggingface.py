@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from cuboid.errors import UserError
@@ -24,6 +24,7 @@ from cuboid.model.huggingface import (
 )
 from cuboid.model.transformer import IGNORED, Transformer
 from cuboid.spec.huggingface import table_from_config
+from cuboid.spec.huggingface_writer import config_from_model
 from cuboid.spec.load import build_model
 from cuboid.spec.model import ModelSpec
 
@@ -100,6 +101,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-tied-biases": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
     "llama-yarn": ("llama", {"rope_scaling": YARN_ROPE}),
+    "llama-yarn-silent": ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral-tied": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
     "qwen3-moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}),
@@ -113,7 +115,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         DEEPSEEK | {"q_lora_rank": None, "rope_interleave": False, "n_shared_experts": 2},
     ),
+    "deepseek-v3-odd-heads": ("deepseek_v3", DEEPSEEK | {"num_attention_heads": 6, "num_key_value_heads": 6}),
     "mistral": ("mistral", {"sliding_window": 7}),
+    "mistral-no-window": ("mistral", {"sliding_window": None, "num_attention_heads": 6}),
     "gemma3": ("gemma3_text", GEMMA3),
     "gemma3-scaled": (
         "gemma3_text",
@@ -128,6 +132,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3-no-windows": ("gemma3_text", GEMMA3 | {"layer_types": ["full_attention"] * 3}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {"sliding_window": 6, "num_hidden_layers": 4}),
     "olmo3-yarn": (
@@ -146,7 +151,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "olmo3-no-windows": ("olmo3", {"layer_types": ["full_attention"] * 3}),
     "gpt-oss": ("gpt_oss", GPT_OSS),
+    "gpt-oss-unstretched": (
+        "gpt_oss",
+        GPT_OSS
+        | {"layer_types": ["full_attention"] * 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e3}},
+    ),
     "gpt-oss-tied": (
         "gpt_oss",
         GPT_OSS | {"tie_word_embeddings": True, "num_experts_per_tok": 3, "attention_bias": False},
@@ -193,26 +204,32 @@ def stored_state(theirs: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     return dict(revert_weight_conversion(theirs, dict(state)))
 
 
+def exact_module(config: PretrainedConfig) -> nn.Module:
+    """Their module, in float64 throughout."""
+    # The eager attention of transformers takes its softmax in float32; sdpa keeps to float64.
+    # GPT-OSS has no sdpa, and its eager attention keeps the precision it is given.
+    attention = "eager" if config.model_type == "gpt_oss" else "sdpa"
+    made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, experts_implementation="eager")
+    module: nn.Module = made.double().eval()
+    for part in module.modules():
+        if type(part).__name__.endswith("RMSNorm"):
+            part.forward = types.MethodType(exact_norm, part)  # type: ignore[method-assign]
+        if type(part).__name__.endswith(("TopKRouter", "TopkRouter")):
+            exact_router(part)
+    return module
+
+
 def make_pair(case: str) -> tuple[ModelSpec, Transformer, nn.Module]:
     """Our model, read from their config and holding their weights, and theirs."""
     model_type, changes = CASES[case]
     sizes = GPT2_SIZES if model_type == "gpt2" else SIZES
     tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}  # whose row would have no gradient
     config = AutoConfig.for_model(model_type, **sizes | changes | tokens)
-    # The eager attention of transformers takes its softmax in float32; sdpa keeps to float64.
-    # GPT-OSS has no sdpa, and its eager attention keeps the precision it is given.
-    attention = "eager" if model_type == "gpt_oss" else "sdpa"
-    theirs = AutoModelForCausalLM.from_config(config, attn_implementation=attention, experts_implementation="eager")
-    theirs = theirs.double().eval()
+    theirs = exact_module(config)
     randomize(theirs)
     for name, buffer in theirs.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.1 * torch.randn(buffer.shape, generator=torch.Generator().manual_seed(3)))
-    for module in theirs.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = types.MethodType(exact_norm, module)
-        if type(module).__name__.endswith(("TopKRouter", "TopkRouter")):
-            exact_router(module)
     model = build_model(table_from_config(config.to_dict(), case))
     ours = Transformer(model).double()
     state = state_from_huggingface(model, stored_state(theirs, theirs.state_dict()))
@@ -271,6 +288,20 @@ def test_weights_go_there_and_back_unchanged(case: str) -> None:
     back = state_from_huggingface(model, written)
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_written_of_a_model_is_read_as_the_same(case: str) -> None:
+    """By us, and by their classes, whose module of it computes the same with the same weights."""
+    model, _, theirs = make_pair(case)
+    config = config_from_model(model)
+    assert build_model(table_from_config(config, case)) == model
+    again = AutoConfig.for_model(**{key: value for key, value in config.items() if key != "architectures"})
+    written = exact_module(again)
+    written.load_state_dict(theirs.state_dict())
+    tokens, _ = make_batch()
+    seen, expected = (module(input_ids=tokens, use_cache=False).logits for module in (written, theirs))
+    torch.testing.assert_close(seen, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", ["qwen2-tied", "gpt2", "mixtral"])

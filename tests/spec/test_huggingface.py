@@ -254,6 +254,13 @@ def test_windows_that_no_family_has_are_refused() -> None:
             config_from_model(replace(load_model("tiny-olmo3"), windows=windows, family=family))
 
 
+def test_heads_that_their_classes_refuse_are_refused() -> None:
+    odd = build_model({"base": "tiny-llama", "hidden": 64, "heads": 6, "kv_heads": 3, "head_dim": 12})
+    with pytest.raises(UserError, match="heads=6 does not divide hidden=64, which family=llama of Hugging Face"):
+        config_from_model(odd)
+    assert config_from_model(replace(odd, family="mistral"))["sliding_window"] is None
+
+
 def test_windows_that_are_off_change_nothing() -> None:
     off = {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 2}
     assert read({**LLAMA, **off}) == read({**LLAMA, "model_type": "qwen2"})
