@@ -209,6 +209,7 @@ class Builder:
                 cache = WindowCache(shape, self.context, served, like, window, cache_shape(*sizes).places)
             else:
                 cache = Cache(shape, self.context, served, like)
+            cache.cap = attention.cap
             attention.kv_head_of_query, attention.mix = None, cache
             if self.held is None:
                 block.attention = FusedAttention(attention, cache)  # type: ignore[assignment]

@@ -126,6 +126,8 @@ class Asked(NamedTuple):
     scale: float
     """What scores are multiplied by."""
     sinks: Tensor | None
+    cap: float = 0.0
+    """Of scores; 0: none."""
 
 
 class Visible(NamedTuple):
@@ -147,6 +149,8 @@ class Cache:
         self._key = like.new_zeros(*sizes, shape.key)
         self._value = like.new_zeros(*sizes, shape.value) if shape.value else None
         self._context, self._served = context, served
+        self.cap = 0.0
+        """Of scores; 0: none."""
 
     @property
     def bytes(self) -> int:
@@ -169,7 +173,7 @@ class Cache:
         """(1, rows, heads, dim); rows that are no tokens give zeros. `sinks`: (heads)."""
         assert isinstance(positions, StepPositions)
         count, width = positions.kept.numel(), value.shape[3]
-        asked = Asked(query[0, :count], key[0, :count], value[0, :count], positions, scale, sinks)
+        asked = Asked(query[0, :count], key[0, :count], value[0, :count], positions, scale, sinks, self.cap)
         if self._context.size > 1:
             return self._over_context(query, width, asked)
         found = self._decode(asked) if positions.step.decodes else self._prefill(asked)
@@ -210,23 +214,23 @@ class Cache:
         grouped = query.unflatten(1, (key.shape[1], -1))
         if queries is not None:
             grouped = grouped.new_zeros(mask.shape[0], *grouped.shape[1:]).index_copy_(0, queries, grouped)
-        if asked.sinks is None:
+        if asked.sinks is None and not asked.cap:
             seen = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=asked.scale)
         else:
-            seen = _with_sinks(grouped, key, value, mask, asked.scale, asked.sinks.view(key.shape[1], -1))
+            seen = _written_out(grouped, key, value, mask, asked)
         seen = seen.flatten(1, 2)
         return seen if queries is None else seen.index_select(0, queries)
 
     def _prefill(self, asked: Asked) -> Tensor:
         self._keep(self._kept_places(asked.positions), asked.key, asked.value)
-        parts, row, query, sinks = [], 0, asked.query, asked.sinks
+        parts, row, query = [], 0, asked.query
         for span in asked.positions.step.spans:
             count = len(span.tokens)
             key, value = self._kept(slice(span.slot, span.slot + 1), span.stop, asked.value.shape[2])
             mask = None
-            if span.start or sinks is not None:
+            if span.start or asked.cap or asked.sinks is not None:
                 mask = torch.ones(count, span.stop, dtype=torch.bool, device=query.device).tril(span.start)
-            parts.append(seen_of(query[row : row + count], key, value, mask, asked.scale, sinks))
+            parts.append(seen_of(query[row : row + count], key, value, mask, asked))
             row += count
         return torch.cat(parts)
 
@@ -263,7 +267,7 @@ class Cache:
                 taken[rank] += count
                 visible = self._visible(span, rank, asked)
                 if visible is not None:
-                    found[rank, here] = _attend(gathered[rank, here], visible, asked.scale)
+                    found[rank, here] = _attend(gathered[rank, here], visible, asked.scale, asked.cap)
         self._end_context(asked)
         parts = all_to_all(found, group)
         seen, sums = parts[..., :width], parts[..., width:]
@@ -274,43 +278,48 @@ class Cache:
         return (seen * (weights / weights.sum(0))).sum(0).unsqueeze(0)
 
 
-def seen_of(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None
-) -> Tensor:
+def seen_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, asked: Asked) -> Tensor:
     """What queries (rows, heads, dim) of one sequence see of its keys (1, heads, places, dim), as `mask` (rows, places)
     says; without one each sees those up to itself."""
-    if sinks is None:
+    if asked.sinks is None and not asked.cap:
         seen = functional.scaled_dot_product_attention(
             query.transpose(0, 1).unsqueeze(0),
             key,
             value,
             attn_mask=mask,
             is_causal=mask is None,
-            scale=scale,
+            scale=asked.scale,
             enable_gqa=key.shape[1] != query.shape[1],
         )
         return seen[0].transpose(0, 1)
     assert mask is not None
-    found = _attend(query, Visible(key, value, ~mask), scale)
+    found = _attend(query, Visible(key, value, ~mask), asked.scale, asked.cap)
     seen, sums = found[..., :-1], found[..., -1:]
-    return seen * torch.sigmoid(sums - sinks.to(sums.dtype).unsqueeze(1))
+    return seen if asked.sinks is None else seen * torch.sigmoid(sums - asked.sinks.to(sums.dtype).unsqueeze(1))
 
 
-def _with_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, sinks: Tensor) -> Tensor:
-    """(slots, key-value heads, query heads of each, dim); `sinks`: (key-value heads, query heads of each)."""
+def _written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, asked: Asked) -> Tensor:
+    """(slots, key-value heads, query heads of each, dim), with sinks, with a softcap, or with both."""
     wide = torch.float32 if query.element_size() < 4 else query.dtype
-    scores = query.to(wide) @ key.transpose(2, 3).to(wide) * scale + mask
-    more = sinks.to(wide).unsqueeze(2).expand(*scores.shape[:3], 1)
-    weights = torch.cat((scores, more), -1).softmax(-1)[..., :-1]
+    scores = _capped(query.to(wide) @ key.transpose(2, 3).to(wide) * asked.scale, asked.cap) + mask
+    if asked.sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        more = asked.sinks.view(key.shape[1], -1).to(wide).unsqueeze(2).expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, more), -1).softmax(-1)[..., :-1]
     return (weights @ value.to(wide)).to(query.dtype)
 
 
-def _attend(query: Tensor, visible: Visible, scale: float) -> Tensor:
+def _capped(scores: Tensor, cap: float) -> Tensor:
+    return torch.tanh(scores / cap) * cap if cap else scores
+
+
+def _attend(query: Tensor, visible: Visible, scale: float, cap: float) -> Tensor:
     """What each query (rows, heads, dim) sees, and behind it the logarithm of its sum of exponentials."""
     key, value, hidden = visible
     wide = torch.float32 if query.element_size() < 4 else query.dtype
     grouped = query.transpose(0, 1).unflatten(0, (key.shape[1], -1)).to(wide)
-    scores = grouped @ key.transpose(2, 3).to(wide).transpose(0, 1) * scale
+    scores = _capped(grouped @ key.transpose(2, 3).to(wide).transpose(0, 1) * scale, cap)
     scores.masked_fill_(hidden, -math.inf)
     sums = scores.logsumexp(-1, keepdim=True)
     weights = (scores - sums).nan_to_num_(nan=-math.inf).exp()

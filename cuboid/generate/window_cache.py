@@ -33,7 +33,7 @@ class WindowCache(Cache):
             rows = slice(row, row + len(span.tokens))
             found = self._at_hand(span, asked, rows, range(span.start, span.stop))
             query = asked.query[rows]
-            parts.append(seen_of(query, found.key, found.value, ~found.hidden, asked.scale, asked.sinks))
+            parts.append(seen_of(query, found.key, found.value, ~found.hidden, asked))
             row = rows.stop
         self._keep_last(asked)
         return torch.cat(parts)

@@ -38,17 +38,19 @@ def causal_mix(query: Tensor, key: Tensor, value: Tensor, positions: Positions) 
 
 @dataclass(frozen=True)
 class WindowMix:
-    """`causal_mix` of a layer with a window, with sinks, or with both."""
+    """`causal_mix` of a layer with a window, with sinks, with a softcap, or with several of them."""
 
     window: int
     """Tokens that a query sees, itself included; 0: all before it."""
+    cap: float = 0.0
+    """Of its scores; 0: none."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, positions: Positions, sinks: Tensor | None = None
     ) -> Tensor:
-        if not self.window and sinks is None:
+        if not self.window and not self.cap and sinks is None:
             return causal_mix(query, key, value, positions)
-        return attention_mix(query, key, value, positions.edges, self.window, sinks)
+        return attention_mix(query, key, value, positions.edges, self.window, sinks, self.cap)
 
 
 Project = Callable[[Tensor, Positions], tuple[Tensor, Tensor, Tensor]]
@@ -95,7 +97,8 @@ class Attention(nn.Module):
         # Which key-value head each query head reads; None: consecutive groups of equal size.
         self.kv_head_of_query: Tensor | None = None
         self.sinks = nn.Parameter(torch.empty(model.heads)) if model.sinks else None
-        self.mix: Mix = WindowMix(self.window) if self.window or model.sinks else causal_mix
+        self.cap = model.attention_softcap
+        self.mix: Mix = WindowMix(self.window, self.cap) if self.window or model.sinks or self.cap else causal_mix
         self.fused: Project | None = None
         """By one matmul, where something else knows how."""
         self.peaks: HeadPeaks | None = None

@@ -1,4 +1,4 @@
-"""Causal attention within documents, in a window, and with sinks.
+"""Causal attention within documents, in a window, with sinks, and with a softcap of its scores.
 
 Each pass is one operation to the compiler, so that a block with it is one graph. Where documents begin is an input as
 tokens are: no graph is made anew for other documents, and nobody asks the device for them."""
@@ -19,15 +19,27 @@ from cuboid.model.flash_attention import Attended, attend, attend_backward
 
 @operation("cuboid::attention")
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, places: Tensor | None, sizes: Tensor | None, since: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    places: Tensor | None,
+    sizes: Tensor | None,
+    since: int | None,
+    cap: float,
 ) -> tuple[Tensor, Tensor]:
-    seen, sums = attend(query, key, value, True, _edges(places, sizes), since)
+    seen, sums = attend(query, key, value, True, _edges(places, sizes), since, cap)
     return seen.to(query.dtype).contiguous(), sums.contiguous()
 
 
 @torch.library.register_fake("cuboid::attention")  # type: ignore[untyped-decorator]
 def _(
-    query: Tensor, key: Tensor, value: Tensor, places: Tensor | None, sizes: Tensor | None, since: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    places: Tensor | None,
+    sizes: Tensor | None,
+    since: int | None,
+    cap: float,
 ) -> tuple[Tensor, Tensor]:
     sequences, length, heads, _ = query.shape
     seen = query.new_empty(sequences, length, heads, value.shape[3])
@@ -45,9 +57,10 @@ def _backward(
     places: Tensor | None,
     sizes: Tensor | None,
     since: int | None,
+    cap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     attended = Attended(query, key, value, seen, sums)
-    parts = attend_backward(gradient, attended, True, _edges(places, sizes), since)
+    parts = attend_backward(gradient, attended, True, _edges(places, sizes), since, cap)
     first, second, third = (part.to(query.dtype).contiguous() for part in parts)
     return first, second, third
 
@@ -63,6 +76,7 @@ def _(
     places: Tensor | None,
     sizes: Tensor | None,
     since: int | None,
+    cap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     first, second, third = (x.new_empty(x.shape) for x in (query, key, value))
     return first, second, third
@@ -104,29 +118,36 @@ class _Attention(torch.autograd.Function):
         places: Tensor | None,
         sizes: Tensor | None,
         since: int | None,
+        cap: float,
     ) -> Tensor:
-        seen, sums = _forward(query, key, value, places, sizes, since)
+        seen, sums = _forward(query, key, value, places, sizes, since, cap)
         if sinks is not None:
             seen, sums = add_sinks(seen, sums, sinks)
         context.save_for_backward(query, key, value, seen, sums, sinks, places, sizes)
-        context.since = since
+        context.since, context.cap = since, cap
         return seen
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         *saved, sinks, places, sizes = context.saved_tensors
-        parts = _backward(gradient, *saved, places, sizes, context.since)
+        parts = _backward(gradient, *saved, places, sizes, context.since, context.cap)
         added = None if sinks is None else sinks_gradient(gradient, Attended(*saved), sinks)
-        return *parts, added, None, None, None
+        return *parts, added, None, None, None, None
 
 
 def attention_mix(
-    query: Tensor, key: Tensor, value: Tensor, edges: Edges | None, window: int = 0, sinks: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edges: Edges | None,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
-    """Causal attention, inside each document, in a window (0: in none), with sinks."""
+    """Causal attention, inside each document, in a window (0: in none), with sinks, with a softcap (0: without)."""
     since = 1 - window if 0 < window < query.shape[1] else None
     places, sizes = edges or (None, None)
-    seen: Tensor = _Attention.apply(query, key, value, sinks, places, sizes, since)
+    seen: Tensor = _Attention.apply(query, key, value, sinks, places, sizes, since, cap)
     return seen
 
 

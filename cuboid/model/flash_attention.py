@@ -232,10 +232,14 @@ def attend(
     causal: bool,
     edges: Edges | None = None,
     since: int | None = None,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(what each query sees, log of its sum of exponentials). Without `causal` every query sees every key; with it
     there are as many keys as queries, and documents may divide them, whose `edges` these are. `since`: of a window,
-    query i sees no key before key i + since; each query sees at least one."""
+    query i sees no key before key i + since; each query sees at least one. `cap`: scores become
+    cap · tanh(scores / cap), which no fused kernel of PyTorch computes; 0: they do not."""
+    if cap:
+        return plain_forward(query, key, value, causal, edges, since, cap)
     if has_flash(query):
         return cuda_forward(query, key, value, causal, edges, since)
     if not query.is_cuda:
@@ -244,18 +248,31 @@ def attend(
 
 
 def plain_forward(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, edges: Edges | None, since: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    edges: Edges | None,
+    since: int | None = None,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    scores = _scores(query, key, causal, edges, since)
+    scores = _scores(query, key, causal, edges, since, cap)
     sums = scores.logsumexp(-1)
     seen = torch.einsum("bgrqk,bkgd->bqgrd", (scores - sums.unsqueeze(-1)).exp(), _wide(value))
     return seen.flatten(2, 3), sums.flatten(1, 2)
 
 
 def attend_backward(
-    gradient: Tensor, attended: Attended, causal: bool, edges: Edges | None = None, since: int | None = None
+    gradient: Tensor,
+    attended: Attended,
+    causal: bool,
+    edges: Edges | None = None,
+    since: int | None = None,
+    cap: float = 0.0,
 ) -> Gradients:
     """What this block adds to the gradients of its queries, keys and values."""
+    if cap:
+        return plain_backward(gradient, attended, causal, edges, since, cap)
     if has_flash(attended.query):
         return cuda_backward(gradient, attended, causal, edges, since)
     if not attended.query.is_cuda:
@@ -264,16 +281,23 @@ def attend_backward(
 
 
 def plain_backward(
-    gradient: Tensor, attended: Attended, causal: bool, edges: Edges | None, since: int | None = None
+    gradient: Tensor,
+    attended: Attended,
+    causal: bool,
+    edges: Edges | None,
+    since: int | None = None,
+    cap: float = 0.0,
 ) -> Gradients:
     query, key, value, seen, sums = attended
     heads = key.shape[2]
-    scores = _scores(query, key, causal, edges, since)
+    scores = _scores(query, key, causal, edges, since, cap)
     weights = (scores - sums.unflatten(1, (heads, -1)).unsqueeze(-1)).exp()
     gradient, seen = _grouped(gradient, heads), _grouped(seen, heads)
     value_gradient = torch.einsum("bgrqk,bqgrd->bkgd", weights, gradient)
     whole = (gradient * seen).sum(-1).permute(0, 2, 3, 1).unsqueeze(-1)
     weights *= torch.einsum("bqgrd,bkgd->bgrqk", gradient, _wide(value)) - whole
+    if cap:  # the slope of tanh; of hidden keys, whose scores are infinite, the weight is zero already
+        weights *= 1 - (scores / cap).clamp_(-1, 1).square_()
     weights /= math.sqrt(query.shape[3])
     query_gradient = torch.einsum("bgrqk,bkgd->bqgrd", weights, _wide(key)).flatten(2, 3)
     key_gradient = torch.einsum("bgrqk,bqgrd->bkgd", weights, _grouped(query, heads))
@@ -289,9 +313,11 @@ def _grouped(x: Tensor, heads: int) -> Tensor:
     return _wide(x).unflatten(2, (heads, -1))
 
 
-def _scores(query: Tensor, key: Tensor, causal: bool, edges: Edges | None, since: int | None) -> Tensor:
+def _scores(query: Tensor, key: Tensor, causal: bool, edges: Edges | None, since: int | None, cap: float) -> Tensor:
     """(sequences, key-value heads, query heads of each, queries, keys)."""
     scores = torch.einsum("bqgrd,bkgd->bgrqk", _grouped(query, key.shape[2]), _wide(key)) / math.sqrt(query.shape[3])
+    if cap:
+        scores = scores.div_(cap).tanh_().mul_(cap)
     if edges is not None:
         hidden = ~_within(_ids(edges, query), since).unsqueeze(1)
     elif since is not None:

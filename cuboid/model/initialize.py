@@ -99,6 +99,7 @@ DEFAULTS: dict[Family, Initialization] = {
     "qwen3_moe": "width",
     "deepseek_v3": "width",
     "mistral": "width",
+    "gemma2": "width",
     "gemma3_text": "width",
     "olmo2": "width",
     "olmo3": "width",

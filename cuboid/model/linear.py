@@ -82,6 +82,17 @@ class ColumnLinear(Linear):
         return self.region.columns(x, (self,))[0]
 
 
+class CappedLinear(ColumnLinear):
+    """What it makes becomes cap · tanh(it / cap)."""
+
+    def __init__(self, inputs: int, outputs: int, split: Split, cap: float) -> None:
+        super().__init__(inputs, outputs, False, split)
+        self.cap = cap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x) / self.cap) * self.cap
+
+
 class RowLinear(Linear):
     """Takes inputs that are split over tensor ranks, and sums what they give; the bias is added once."""
 

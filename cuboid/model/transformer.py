@@ -16,7 +16,7 @@ from cuboid.model.attention import Attention
 from cuboid.model.batch import IGNORED, Further
 from cuboid.model.dropout import ResidualDropout, residual_dropout
 from cuboid.model.feed_forward import FeedForward
-from cuboid.model.linear import ColumnLinear, Linear, Norm, Table, VocabularyEmbedding
+from cuboid.model.linear import CappedLinear, ColumnLinear, Linear, Norm, Table, VocabularyEmbedding
 from cuboid.model.load_balancing import Balance
 from cuboid.model.mla import MultiLatentAttention
 from cuboid.model.moe import MoE
@@ -168,7 +168,12 @@ class Head(nn.Module):
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
         self.norm = Norm(model, model.hidden)
-        self.output = ColumnLinear(model.hidden, model.vocab, False, VOCABULARY)
+        self.cap = model.logit_softcap
+        self.output = (
+            CappedLinear(model.hidden, model.vocab, VOCABULARY, self.cap)
+            if self.cap
+            else ColumnLinear(model.hidden, model.vocab, False, VOCABULARY)
+        )
         self.summed_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss
 
     def forward(self, x: Tensor) -> Tensor:

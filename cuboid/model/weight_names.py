@@ -125,6 +125,8 @@ PLAIN: dict[str, object] = {
     "window_rope_theta": 0.0,
     "embedding_scale": 1.0,
     "query_scale": 0.0,
+    "attention_softcap": 0.0,
+    "logit_softcap": 0.0,
     "qk_norm_whole": False,
     "prediction_layers": 0,
 }
@@ -203,12 +205,19 @@ FAMILIES: dict[str, WeightNames] = {
         free=("prediction_layers",),
     ),
     "mistral": WeightNames(names=LLAMA_NAMES, fixed=LLAMA_LIKE | NO_BIASES | {"qk_norm": False}, free=("windows",)),
+    "gemma2": WeightNames(
+        names=GEMMA_NAMES,
+        fixed=LLAMA_LIKE
+        | {"activation": "geglu", "norms": "both", "unit_norms": True, "qk_norm": False, "mlp_bias": False},
+        one_bias_switch=True,
+        free=("windows", "query_scale", "embedding_scale", "attention_softcap", "logit_softcap"),
+    ),
     "gemma3_text": WeightNames(
         names=GEMMA_NAMES,
         fixed=LLAMA_LIKE
         | {"activation": "geglu", "norms": "both", "unit_norms": True, "qk_norm": True, "mlp_bias": False},
         one_bias_switch=True,
-        free=("windows", "window_rope_theta", "query_scale", "embedding_scale"),
+        free=("windows", "window_rope_theta", "query_scale", "embedding_scale", "logit_softcap"),
     ),
     "olmo2": WeightNames(
         names=OLMO_NAMES,

@@ -37,10 +37,10 @@ from cuboid.spec.sharding import places_of, seen_places
 class ContextMix:
     """Takes the place of `causal_mix` where sequences are split over ranks."""
 
-    def __init__(self, groups: Groups, gathers: bool, window: int = 0) -> None:
-        """`window`: tokens that a query sees, itself included; 0: all before it."""
+    def __init__(self, groups: Groups, gathers: bool, window: int = 0, cap: float = 0.0) -> None:
+        """`window`: tokens that a query sees, itself included; 0: all before it. `cap`: of scores; 0: none."""
         self._inner, self._outer = groups.context_inner, groups.context_outer
-        self._gathers, self._window = gathers, window
+        self._gathers, self._window, self._cap = gathers, window, cap
 
     @uncompiled
     def __call__(
@@ -56,8 +56,8 @@ class ContextMix:
         if self._outer.size > 1:
             length = query.shape[1] * self._outer.size
             seen = _OuterAttention.apply(query, key, value, sinks, self._method(positions.documents, length))
-        elif self._window or sinks is not None:
-            seen = attention_mix(query, key, value, positions.edges, self._window, sinks)
+        elif self._window or self._cap or sinks is not None:
+            seen = attention_mix(query, key, value, positions.edges, self._window, sinks, self._cap)
         else:
             seen = causal_mix(query, key, value, positions)
         return _AllToAllHeads.apply(inner, True, seen)[0] if inner.size > 1 else seen
@@ -73,22 +73,22 @@ class ContextMix:
 
     def _make(self, length: int, documents: Documents | None) -> Method:
         if self._gathers:
-            return Gathering(self._outer, length, documents, self._window)
+            return Gathering(self._outer, length, documents, self._window, self._cap)
         if self._window:
-            return WindowRing(self._outer, length, documents, self._window)
-        return Ring(self._outer, length, documents)
+            return WindowRing(self._outer, length, documents, self._window, self._cap)
+        return Ring(self._outer, length, documents, self._cap)
 
 
 class Ring:
     """Keys and values travel from rank to rank while those at hand are computed with; gradients follow them."""
 
-    def __init__(self, group: Group, length: int, documents: Documents | None) -> None:
-        self._group = group
+    def __init__(self, group: Group, length: int, documents: Documents | None, cap: float = 0.0) -> None:
+        self._group, self._cap = group, cap
         sources = [(group.index - step) % group.size for step in range(group.size)]
         self._steps = [ring_blocks(group.index, source, group.size, documents, length) for source in sources]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        seen, packed = Seen(query, value), pack(key, value)
+        seen, packed = Seen(query, value, self._cap), pack(key, value)
         for step, blocks in enumerate(self._steps):
             # In flight while this step's blocks compute; double-buffered, because `packed` is read until `wait`.
             coming = start_shift(packed, self._group) if step + 1 < len(self._steps) else None
@@ -107,7 +107,7 @@ class Ring:
             added = torch.zeros_like(packed)
             here = Attended(query, *unpack(packed, key, value), seen, sums)
             for block in blocks:
-                block.add_gradients(gradient, here, (total, *unpack(added, key, value)))
+                block.add_gradients(gradient, here, (total, *unpack(added, key, value)), self._cap)
             if step == 0:
                 own = added
             else:
@@ -123,8 +123,8 @@ class WindowRing:
     """Keys and values go straight to the ranks that see them in their window, and only those that these see; a rank
     computes with what has come while the next is on its way. Gradients go back the same way."""
 
-    def __init__(self, group: Group, length: int, documents: Documents | None, window: int) -> None:
-        self._group = group
+    def __init__(self, group: Group, length: int, documents: Documents | None, window: int, cap: float = 0.0) -> None:
+        self._group, self._cap = group, cap
         index, size = group.index, group.size
         own, chunk = places_of(index, size, length), length // (2 * size)
         self._steps = [Sent.of(group, step, length, window) for step in range(1, size)]
@@ -153,7 +153,7 @@ class WindowRing:
         return torch.cat(parts[:half], 1), torch.cat(parts[half:], 1)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        seen, at_hand = Seen(query, value), (key, value)
+        seen, at_hand = Seen(query, value, self._cap), (key, value)
         for step, blocks in enumerate(self._blocks):
             coming = self._start(step, key, value) if step < len(self._steps) else None
             for block in blocks:
@@ -173,7 +173,7 @@ class WindowRing:
             coming = self._start(step, key, value) if step < len(self._steps) else None
             here = Attended(query, *at_hand, seen, sums)
             for block in blocks:
-                block.add_gradients(gradient, here, (total, *added))
+                block.add_gradients(gradient, here, (total, *added), self._cap)
             if step:
                 returning.append((step - 1, self._return(step - 1, added, key, value)))
             if coming is not None:
@@ -237,8 +237,10 @@ class Sent:
 class Gathering:
     """Every rank gathers all keys and values, again for the backward pass, and scatters the sum of their gradients."""
 
-    def __init__(self, group: Group, length: int, documents: Documents | None, window: int = 0) -> None:
-        self._group = group
+    def __init__(
+        self, group: Group, length: int, documents: Documents | None, window: int = 0, cap: float = 0.0
+    ) -> None:
+        self._group, self._cap = group, cap
         self._blocks = gathered_blocks(group.index, group.size, documents, length, window)
 
     def _whole(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,7 +250,7 @@ class Gathering:
         return in_order(apart[0]), in_order(apart[1])
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        seen, whole = Seen(query, value), self._whole(key, value)
+        seen, whole = Seen(query, value, self._cap), self._whole(key, value)
         for block in self._blocks:
             seen.add(block, query, *whole)
         return seen.result, seen.sums
@@ -258,7 +260,7 @@ class Gathering:
         whole = self._whole(key, value)
         total, keys, values = (torch.zeros_like(x) for x in (query, *whole))
         for block in self._blocks:
-            block.add_gradients(gradient, Attended(query, *whole, seen, sums), (total, keys, values))
+            block.add_gradients(gradient, Attended(query, *whole, seen, sums), (total, keys, values), self._cap)
         rows = zip(by_rank(keys, self._group.size), by_rank(values, self._group.size), strict=True)
         summed = reduce_scatter(torch.stack([pack(*row) for row in rows]), self._group)
         return total, *unpack(summed[0], key, value)

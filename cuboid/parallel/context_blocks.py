@@ -38,15 +38,16 @@ class Block:
     since: int | None = None
     """Of a window: query i of the block sees no key before key i + since of it."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return attend(*self._cut(query, key, value), self.causal, self._edges(query), self.since)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+        """`cap`: of scores; 0: none."""
+        return attend(*self._cut(query, key, value), self.causal, self._edges(query), self.since, cap)
 
-    def add_gradients(self, gradient: Tensor, attended: Attended, total: Gradients) -> None:
+    def add_gradients(self, gradient: Tensor, attended: Attended, total: Gradients, cap: float) -> None:
         """What this block adds to the gradients of queries, keys and values is added to `total`."""
         gradient, seen = (x[self.rows, self.queries] for x in (gradient, attended.seen))
         sums = attended.sums[self.rows, :, self.queries]
         part = Attended(*self._cut(*attended[:3]), seen, sums)
-        added = attend_backward(gradient, part, self.causal, self._edges(gradient), self.since)
+        added = attend_backward(gradient, part, self.causal, self._edges(gradient), self.since, cap)
         for whole, chunk in zip(self._cut(*total), added, strict=True):
             whole += chunk
 
@@ -171,8 +172,8 @@ def _full(queries: slice, keys: slice, query_ids: Tensor, key_ids: Tensor) -> It
 class Seen:
     """What queries have seen of the blocks so far."""
 
-    def __init__(self, query: Tensor, value: Tensor) -> None:
-        self._dtype = query.dtype
+    def __init__(self, query: Tensor, value: Tensor, cap: float) -> None:
+        self._dtype, self._cap = query.dtype, cap
         wide = torch.float32 if query.element_size() < 4 else query.dtype
         # float32, as a kernel that saw all keys at once would have added: a sum over blocks in bf16 would round each
         # time.
@@ -181,7 +182,7 @@ class Seen:
 
     def add(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> None:
         """A causal block is the first that its queries meet."""
-        part, part_sums = block.attend(query, key, value)
+        part, part_sums = block.attend(query, key, value, self._cap)
         seen, sums = self._seen[block.rows, block.queries], self.sums[block.rows, :, block.queries]
         if block.causal:
             seen.copy_(part)

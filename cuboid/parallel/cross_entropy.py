@@ -199,14 +199,21 @@ class _FusedCrossEntropy(torch.autograd.Function):
         region: Region | None,
         deferral: Deferral,
         z_loss: ZLoss | None,
+        cap: float,
     ) -> Tensor:
         context.region = region
         x = x if region is None else region.gather(x)
         logits = x @ weight.t()
+        slope = None
+        if cap:
+            slope = 1 - logits.div_(cap).tanh_().square()
+            logits.mul_(cap)
         if group.size == 1:
             loss = _loss_of_whole_rows(logits, labels, z_loss)
         else:
             loss = _split_loss(logits, labels, vocabulary, group, z_loss)
+        if slope is not None:
+            logits.mul_(slope)
         # `logits` hold their own gradient by now: one buffer of tokens × vocabulary / tp, in the matmul's precision.
         context.save_for_backward(x, logits)
         context.weight, context.deferral = weight, deferral
@@ -219,7 +226,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         scale = (scale / _magnifier(x.dtype)).to(x.dtype)
         input_gradient = (gradient @ weight) * scale
         scaled = x * scale  # smaller than the logits' gradient, which the scale would otherwise have to pass over
-        nothing = (None, None, None, None, None, None)
+        nothing = (None, None, None, None, None, None, None)
         summed = None if context.region is None else context.region.start_sum(input_gradient)
         weight_gradient = None if deferral.active else gradient.t() @ scaled  # under the collective
         if deferral.active:
@@ -239,5 +246,6 @@ def fused_cross_entropy(
 ) -> Tensor:
     """`group`: the tensor ranks. `region`: where they divide the work."""
     weight, labels = head.output.weight, labels.flatten()
-    loss: Tensor = _FusedCrossEntropy.apply(head.norm(x), weight, labels, vocabulary, group, region, deferral, z_loss)
+    rest = (vocabulary, group, region, deferral, z_loss, head.cap)
+    loss: Tensor = _FusedCrossEntropy.apply(head.norm(x), weight, labels, *rest)
     return loss

@@ -350,7 +350,8 @@ class _Builder:
         # Outside in: attention over ranks, then recompute around the block, then experts and measures around that.
         if self.layout.cp > 1:
             gathers = self.layout.cp_method == "allgather"
-            block.attention.mix = ContextMix(self.groups, gathers, self.model.window_of(layer))
+            cap = self.model.attention_softcap
+            block.attention.mix = ContextMix(self.groups, gathers, self.model.window_of(layer), cap)
         routed = isinstance(block.feed_forward, MoE)
         # The compiler stops at these, and gives up what it would have to stop in while it recomputes.
         stops = self.layout.cp > 1 or (self.model.qk_norm_whole and self.region is not None)

@@ -16,6 +16,7 @@ from cuboid.spec.huggingface_parts import (
     LOSS_KEYS,
     MIXTRAL_KEYS,
     QWEN_KEYS,
+    SOFTCAPS,
     SOFTMAX_BALANCING,
     read_attention_bias,
     read_attention_bias_on,
@@ -146,6 +147,10 @@ COMMON = {
     "initializer_range": "initial_std",
 }
 SILU: dict[str, tuple[object, ...]] = {"hidden_act": ("silu", "swish")}
+GEMMA: dict[str, tuple[object, ...]] = {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "use_bidirectional_attention": (False, None),
+}
 OLMO_DEFAULTS: Table = {
     "norms": "after",
     "qk_norm": True,
@@ -174,6 +179,31 @@ READERS: dict[Any, Reader] = {
         only=SILU,
         finish=(read_mistral_window, read_rope),
     ),
+    "gemma2": Reader(
+        family="gemma2",
+        defaults={
+            "norms": "both",
+            "unit_norms": True,
+            "activation": "geglu",
+            "norm_epsilon": 1e-6,
+            "rope_theta": 10000.0,
+            "attention_softcap": 50.0,
+            "logit_softcap": 30.0,
+            "max_positions": 8192,
+            "tie_embeddings": True,
+            "hidden": 2304,
+            "layers": 26,
+            "heads": 8,
+            "kv_heads": 4,
+            "head_dim": 256,
+            "ffn": 9216,
+            "vocab": 256000,
+        },
+        fields=COMMON,
+        only=GEMMA,
+        ignored=frozenset(("hidden_act", "cache_implementation")),
+        finish=(read_layer_windows(4096, 2), read_gemma_scales, read_attention_bias, read_rope),
+    ),
     "gemma3_text": Reader(
         family="gemma3_text",
         defaults={
@@ -195,12 +225,7 @@ READERS: dict[Any, Reader] = {
             "vocab": 262208,
         },
         fields=COMMON,
-        only={
-            "hidden_activation": ("gelu_pytorch_tanh",),
-            "attn_logit_softcapping": (None,),
-            "final_logit_softcapping": (None,),
-            "use_bidirectional_attention": (False, None),
-        },
+        only={**GEMMA, "attn_logit_softcapping": (None,)},  # their module has no such cap, whatever is said
         ignored=frozenset(("hidden_act",)),
         finish=(read_layer_windows(4096, 6), read_gemma_scales, read_attention_bias, read_two_ropes),
     ),
@@ -333,5 +358,5 @@ NUMBERS = frozenset(
     key
     for keys in (*(reader.fields for reader in READERS.values()), MIXTRAL_KEYS, QWEN_KEYS, DEEPSEEK_KEYS, LATENT_KEYS)
     for key in keys
-) | {"n_inner", *LOSS_KEYS}
+) | {"n_inner", *LOSS_KEYS, *SOFTCAPS}
 """Keys whose values are numbers, or true or false."""

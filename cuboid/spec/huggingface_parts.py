@@ -182,7 +182,12 @@ def repeating(windows: list[int]) -> list[int]:
     return windows[: next(fits)]
 
 
+SOFTCAPS = {"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping": "logit_softcap"}
+
+
 def read_gemma_scales(left: Table, table: Table) -> None:
+    for key, ours in SOFTCAPS.items():
+        table[ours] = left.pop(key, table.get(ours, 0.0)) or 0.0  # null is none
     table["embedding_scale"] = max(table["hidden"], 1) ** 0.5
     scalar = left.pop("query_pre_attn_scalar", 256)
     if not isinstance(scalar, int | float) or scalar <= 0:

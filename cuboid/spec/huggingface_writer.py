@@ -13,6 +13,7 @@ from cuboid.spec.huggingface_parts import (
     LLAMA3_SCALING,
     MIXTRAL_KEYS,
     QWEN_KEYS,
+    SOFTCAPS,
     YARN_SCALING,
 )
 from cuboid.spec.model import ModelSpec
@@ -29,6 +30,7 @@ MODULES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
@@ -68,7 +70,8 @@ def config_from_model(model: ModelSpec) -> Config:
         config["attention_bias"] = model.qkv_bias
     if model.family in WINDOWED:
         config |= _windows(model)
-    if model.family == "gemma3_text":
+    if model.family in ("gemma2", "gemma3_text"):
+        config |= {theirs: getattr(model, ours) or None for theirs, ours in SOFTCAPS.items()}
         config["query_pre_attn_scalar"] = _number(model.query_scale**-2) if model.query_scale else model.head_dim
     if model.mixture is not None:
         config |= {theirs: getattr(model.mixture, ours) for theirs, ours in MIXTURES[model.family].items()}
@@ -85,8 +88,8 @@ def config_from_model(model: ModelSpec) -> Config:
 
 
 def _check_heads(model: ModelSpec) -> None:
-    """What the config classes of two families refuse to read, whatever head_dim is."""
-    if model.family in ("llama", "gemma3_text") and model.hidden % model.heads:
+    """What the config classes of some families refuse to read, whatever head_dim is."""
+    if model.family in ("llama", "gemma2", "gemma3_text") and model.hidden % model.heads:
         near = nearest_numbers(model.heads, lambda number: model.hidden % number == 0, 1, model.hidden)
         raise UserError(
             f"model.heads={model.heads} does not divide hidden={model.hidden}, which family={model.family} of Hugging "
@@ -94,7 +97,7 @@ def _check_heads(model: ModelSpec) -> None:
         )
 
 
-WINDOWED = ("mistral", "gemma3_text", "olmo3", "gpt_oss")
+WINDOWED = ("mistral", "gemma2", "gemma3_text", "olmo3", "gpt_oss")
 """Families whose modules have layers with a window."""
 
 

@@ -22,6 +22,15 @@ FAMILY_DEFAULTS: dict[str, Table] = {
     "qwen3_moe": {"qk_norm": True, "norm_epsilon": 1e-6, "rope_theta": 1000000.0},
     "deepseek_v3": {},
     "mistral": {},
+    "gemma2": {
+        "norms": "both",
+        "unit_norms": True,
+        "activation": "geglu",
+        "norm_epsilon": 1e-6,
+        "attention_softcap": 50.0,
+        "logit_softcap": 30.0,
+        "tie_embeddings": True,
+    },
     "gemma3_text": {
         "norms": "both",
         "unit_norms": True,

@@ -241,6 +241,7 @@ Family = Literal[
     "qwen3_moe",
     "deepseek_v3",
     "mistral",
+    "gemma2",
     "gemma3_text",
     "olmo2",
     "olmo3",
@@ -281,9 +282,9 @@ class ModelSpec:
     """Which norm stands before attention, feed-forward and head."""
     norms: Literal["before", "after", "both"] = "before"
     """Where norms of a layer stand: before attention and feed-forward block, after each of them, where it adds to the
-    residual stream (OLMo 2 and 3), or both (Gemma 3)."""
+    residual stream (OLMo 2 and 3), or both (Gemma 2 and 3)."""
     unit_norms: bool = False
-    """Norms multiply by 1 + weight, and their weights begin at zero (Gemma 3)."""
+    """Norms multiply by 1 + weight, and their weights begin at zero (Gemma 2 and 3)."""
     norm_epsilon: float = 1e-5
     """Added inside its root."""
     positions: Literal["rope", "learned"] = "rope"
@@ -302,9 +303,14 @@ class ModelSpec:
     """gelu is the tanh approximation, as in GPT-2; geglu is gated by it. clamped_swiglu is GPT-OSS's: gate and up are
     kept within 7, the sigmoid is of 1.702 gates, and one is added to up."""
     embedding_scale: float = 1.0
-    """What embedded tokens are multiplied by (Gemma 3: the root of hidden)."""
+    """What embedded tokens are multiplied by (Gemma 2 and 3: the root of hidden)."""
     query_scale: float = 0.0
     """What scores of attention are multiplied by; 0: 1/√head_dim."""
+    attention_softcap: float = 0.0
+    """Scores of attention become this times tanh(scores / this) (Gemma 2: 50); 0: they stay as they are. Attention is
+    then computed by plain matmuls on GPUs, which write its scores out."""
+    logit_softcap: float = 0.0
+    """The same of the head's logits (Gemma 2: 30)."""
     qkv_bias: bool = False
     """Biases of queries, keys and values."""
     output_bias: bool = False
@@ -373,10 +379,10 @@ class ModelSpec:
         shown = list(self.windows)
         if any(not 0 <= window <= MOST["max_positions"] for window in self.windows):
             raise UserError(f"model.windows={shown} has a number that is no window; use 0 for all tokens, or more")
-        for name in ("windows", "sinks", "query_scale", "qk_norm_whole"):
+        for name in ("windows", "sinks", "query_scale", "qk_norm_whole", "attention_softcap"):
             if getattr(self, name) and self.latent is not None:
                 raise UserError(f"model.{name} is not for attention through latents; use a model without latent")
-        for name in ("window_rope_theta", "query_scale"):
+        for name in ("window_rope_theta", "query_scale", "attention_softcap", "logit_softcap"):
             if getattr(self, name) < 0:
                 raise UserError(f"model.{name}={getattr(self, name)} is negative; use {name}=0 or more")
         if self.window_rope_theta and not any(self.windows):

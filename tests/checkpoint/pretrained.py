@@ -40,6 +40,12 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 10,
     "num_nextn_predict_layers": 0,
 }
+GEMMA2: dict[str, Any] = {
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 12,
+    "attn_logit_softcapping": 1.0,
+    "final_logit_softcapping": 2.0,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", TIED),
@@ -50,12 +56,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("deepseek_v3", DEEPSEEK),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False}),
     "mistral": ("mistral", {"sliding_window": 5}),
+    "gemma2": ("gemma2", GEMMA2),
     "gemma3": ("gemma3_text", {"sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 12}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {"sliding_window": 5}),
     "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
 }
-EAGER = ("gpt_oss",)
+EAGER = ("gpt_oss", "gemma2")
 """Model types without sdpa; their eager attention takes float64."""
 
 

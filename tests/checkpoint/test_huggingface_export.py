@@ -50,6 +50,7 @@ CASES = {
     "qwen3-moe": ("tiny-qwen3-moe", "tp=2,ep=2,zero=3,dp=2", UNBIASED),
     "deepseek-v3": ("tiny-deepseek", "dp=2,tp=2,ep=4", QUIET),
     "mistral": ("tiny-llama", "cp=2,tp=2", ("model.family=mistral", "model.windows=[5]")),
+    "gemma2": ("tiny-gemma2", "tp=2,cp=2", ()),
     "gemma3": ("tiny-gemma3", "tp=2,pp=2", ()),
     "olmo2": ("tiny-olmo3", "tp=2,dp=2", OLMO2),
     "olmo3": ("tiny-olmo3", "cp=2,tp=2", ()),

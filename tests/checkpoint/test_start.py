@@ -31,6 +31,7 @@ LAYOUTS = {
     "gpt2": "tp=2,dp=2,zero=1",
     "gpt2-untied": "pp=4,schedule=1f1b",
     "mistral": "cp=2,dp=2",
+    "gemma2": "tp=2,pp=2",
     "gemma3": "tp=2,cp=2,cp_method=ulysses",
     "olmo2": "tp=4",
     "olmo3": "tp=2,pp=2",
@@ -65,7 +66,7 @@ def test_the_loss_is_that_of_transformers_on_any_layout(pool: Pool, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    crossed(["llama-tied", "qwen3", "qwen2", "gpt2", "gemma3", "olmo3"], [torch.float32, torch.bfloat16]),
+    crossed(["llama-tied", "qwen3", "qwen2", "gpt2", "gemma2", "gemma3", "olmo3"], [torch.float32, torch.bfloat16]),
 )
 def test_there_and_back_not_a_bit_changes(pool: Pool, tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     folder = save_pretrained(tmp_path / "model", case, shard="1GB", dtype=dtype)

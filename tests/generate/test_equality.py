@@ -30,6 +30,7 @@ LAYOUTS = {
     "mixtral": (*EVERYWHERE, "dp=2,ep=2"),
     "deepseek-v3": ("dp=1", "tp=2,pp=2,dp=2,ep=4", "cp=2,ep=2"),
     "mistral": EVERYWHERE,
+    "gemma2": EVERYWHERE,
     "gemma3": EVERYWHERE,
     "olmo3": EVERYWHERE,
     "gpt-oss": (*EVERYWHERE, "dp=2,ep=2"),
@@ -41,11 +42,14 @@ MORE = {
     "mixtral": (*ONE_BY_ONE, "tp=2,ep=2,dp=2", "cp=2,tp=2,ep=4,pp=2", "tp=4,ep=4"),
     "deepseek-v3": ("tp=4", "pp=4,dp=2,ep=2", "cp=4,pp=2"),
     "mistral": ("cp=4", "tp=4"),
+    "gemma2": ("cp=4", "tp=4,pp=2"),
     "gemma3": ("cp=4,pp=2", "tp=4"),
     "olmo3": ("cp=4", "tp=4,pp=2"),
     "gpt-oss": ("cp=4", "tp=4,ep=4", "cp=2,tp=2,ep=4,pp=2"),
 }
 """Tried with --thorough."""
+BY_OTHERS = ("mistral", "olmo3", "gemma3")
+"""Families whose parts another one has."""
 SAMPLED = SamplingSpec(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=7)
 
 
@@ -85,7 +89,7 @@ def their_logits(folder: Path) -> dict[int, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.thorough] * (case in ("mistral", "olmo3"))) for case in LAYOUTS]
+    "case", [pytest.param(case, marks=[pytest.mark.thorough] * (case in BY_OTHERS)) for case in LAYOUTS]
 )
 def test_greedy_text_is_theirs_and_sampled_text_one_on_every_layout(
     pool: Pool, tmp_path: Path, thorough: bool, case: str

@@ -73,6 +73,13 @@ DEEPSEEK = {
     "num_nextn_predict_layers": 0,
 }
 GEMMA3 = {"sliding_window": 5, "sliding_window_pattern": 3, "query_pre_attn_scalar": 16}
+# Caps that bend what these weights make.
+GEMMA2 = {
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 12,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 5.0,
+}
 GPT_OSS = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -118,7 +125,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3-odd-heads": ("deepseek_v3", DEEPSEEK | {"num_attention_heads": 6, "num_key_value_heads": 6}),
     "mistral": ("mistral", {"sliding_window": 7}),
     "mistral-no-window": ("mistral", {"sliding_window": None, "num_attention_heads": 6}),
+    "gemma2": ("gemma2", GEMMA2),
+    "gemma2-uncapped": ("gemma2", GEMMA2 | {"attn_logit_softcapping": None, "tie_word_embeddings": False}),
     "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3-capped": ("gemma3_text", GEMMA3 | {"final_logit_softcapping": 4.0}),
     "gemma3-scaled": (
         "gemma3_text",
         GEMMA3
@@ -199,6 +209,16 @@ def exact_router(router: nn.Module) -> None:
     router.forward = types.MethodType(scope["forward"], router)
 
 
+def exact_softmax(theirs: nn.Module) -> None:
+    """Their eager attention, with the precision it is given."""
+    scope = vars(sys.modules[type(theirs).__module__])
+    if scope["eager_attention_forward"].__code__.co_filename == "<string>":  # done before
+        return
+    source = inspect.getsource(scope["eager_attention_forward"])
+    assert "dtype=torch.float32" in source
+    exec(source.replace("dtype=torch.float32", "dtype=torch.float64"), scope)
+
+
 def stored_state(theirs: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """As their files hold it: each expert for itself."""
     return dict(revert_weight_conversion(theirs, dict(state)))
@@ -207,10 +227,12 @@ def stored_state(theirs: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
 def exact_module(config: PretrainedConfig) -> nn.Module:
     """Their module, in float64 throughout."""
     # The eager attention of transformers takes its softmax in float32; sdpa keeps to float64.
-    # GPT-OSS has no sdpa, and its eager attention keeps the precision it is given.
-    attention = "eager" if config.model_type == "gpt_oss" else "sdpa"
+    # GPT-OSS has no sdpa, and its eager attention keeps the precision it is given. Nor has Gemma 2, nor any softcaps.
+    attention = "eager" if config.model_type in ("gpt_oss", "gemma2") else "sdpa"
     made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, experts_implementation="eager")
     module: nn.Module = made.double().eval()
+    if config.model_type == "gemma2":
+        exact_softmax(module)
     for part in module.modules():
         if type(part).__name__.endswith("RMSNorm"):
             part.forward = types.MethodType(exact_norm, part)  # type: ignore[method-assign]

@@ -95,6 +95,7 @@ def test_the_graphs_beside_experts(pool: Pool, model: str, layout: str) -> None:
     ("model", "layout"),
     [
         ("tiny-gpt-oss", "dp=2,ep=2,recompute=selective"),
+        ("tiny-gemma2", "tp=2"),
         *rest(("tiny-gemma3", "tp=2"), ("tiny-olmo3", "tp=2,recompute=full")),
     ],
 )

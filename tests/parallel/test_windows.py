@@ -8,6 +8,8 @@ from cuboid.launch.pool import Pool
 from cuboid.planning.collectives import predicted_ledger
 from cuboid.spec.layout import CONTEXT_METHODS
 from cuboid.spec.run import Run
+from cuboid.verification.compare import compare, observed_trace
+from cuboid.verification.reference import reference_trace
 from tests.matrix import crossed, rest
 from tests.parallel.cases import assert_equal, small_run
 
@@ -60,7 +62,7 @@ def test_with_experts(pool: Pool, layout: str) -> None:
     assert_equal(pool, windowed(layout, model="tiny-mixtral"))
 
 
-FAMILIES = ["tiny-gemma3", "tiny-olmo3", "tiny-gpt-oss"]
+FAMILIES = ["tiny-gemma2", "tiny-gemma3", "tiny-olmo3", "tiny-gpt-oss"]
 
 
 LAYOUTS = [
@@ -75,6 +77,34 @@ LAYOUTS = [
 def test_families(pool: Pool, model: str, layout: str) -> None:
     """Norms on other places, gates of other kinds, two rotations, norms over all heads, biases of experts."""
     assert_equal(pool, small_run(layout, model=model))
+
+
+CAPS = ("model.attention_softcap=0.5", "model.logit_softcap=0.5")
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ("cp=4,cp_method=ring", ()),
+        ("cp=4,cp_method=hybrid,recompute=selective", ("model.windows=[]",)),
+        ("cp=2,tp=2,cp_method=allgather", ("model.sinks=true", "training.z_loss=0.1")),
+        ("cp=2,tp=2,pp=2,zero=1,schedule=dualpipev,recompute=full", ("model.prediction_layers=2",)),
+        ("cp=4,cp_method=ring", ("model.windows=[]", "data.attention_within_documents=false")),
+        *rest(
+            ("cp=2,cp_method=ulysses,dp=2,zero=3", ("model.sinks=true",)),
+            ("dp=2,tp=2,pp=2,zero=2,schedule=zbv", ("optimizer.kind=muon", "optimizer.qk_clip=0.5")),
+        ),
+    ],
+)
+def test_softcaps(pool: Pool, layout: str, more: tuple[str, ...]) -> None:
+    assert_equal(pool, small_run(layout, *CAPS, *more, model="tiny-gemma2"))
+
+
+def test_a_softcap_ignored_is_no_proof() -> None:
+    for cap in ("attention", "logit"):
+        run = small_run("dp=1", *CAPS, model="tiny-gemma2")
+        without = observed_trace(small_run("dp=1", *CAPS, f"model.{cap}_softcap=0", model="tiny-gemma2"), 0)
+        assert without is not None and not compare(run, without, reference_trace(run)).passed
 
 
 @pytest.mark.parametrize("layout", ["cp=2,tp=2,pp=2,ep=4,schedule=dualpipev,zero=1", *rest("dp=2,tp=2,ep=4,zero=2")])

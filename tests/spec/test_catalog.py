@@ -11,6 +11,8 @@ from cuboid.spec.run import build_run
 PUBLISHED = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
     "gemma3-1b": 999_885_952,
     "olmo3-7b": 7_298_011_136,
     "gpt2": 124_439_808,

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
@@ -27,6 +28,7 @@ from transformers import (
 )
 
 from cuboid.errors import UserError
+from cuboid.model.weight_names import check_family
 from cuboid.spec.huggingface import dropout_of, table_from_config
 from cuboid.spec.huggingface_writer import config_from_model
 from cuboid.spec.load import build_model, catalog_models
@@ -61,6 +63,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gpt2 wide": GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=101, n_inner=80),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
     "mistral with windows": MistralConfig(**SIZES, sliding_window=16),
+    "gemma2": Gemma2Config(**SIZES, head_dim=16, sliding_window=16),
     "gemma3": Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=16),
     "olmo2": Olmo2Config(**SIZES),
     "olmo3": Olmo3Config(**SIZES, sliding_window=16),
@@ -200,8 +203,12 @@ def test_dropout_is_the_trainings_and_that_of_attention_is_said_not_to_be_comput
         ),
         ({"model_type": "mistral", "sliding_window": "8"}, 'sliding_window="8" of theirs is no number of tokens'),
         (
-            {"model_type": "gemma3_text", "final_logit_softcapping": 30.0},
-            "final_logit_softcapping=30.0 of theirs changes what the model computes; use final_logit_softcapping=null",
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 30.0},
+            "attn_logit_softcapping=30.0 of theirs changes what the model computes; use attn_logit_softcapping=null",
+        ),
+        (
+            {"model_type": "gemma2", "final_logit_softcapping": "30"},
+            'final_logit_softcapping="30" of theirs is no number',
         ),
         (
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
@@ -246,6 +253,17 @@ def test_windows_are_read_layer_by_layer() -> None:
     assert read({**gemma, "layer_types": ["full_attention"] * 13}).windows == ()
     olmo = read({**LLAMA, "model_type": "olmo3", "num_hidden_layers": 8, "rope_theta": 5e4})
     assert (olmo.windows, olmo.rope_theta, olmo.window_rope_theta) == ((4096,) * 3 + (0,), 5e4, 5e4)
+
+
+def test_softcaps_are_read() -> None:
+    gemma = {**LLAMA, "model_type": "gemma2", "head_dim": 16}
+    for config, expected in ((gemma, (50.0, 30.0)), ({**gemma, "attn_logit_softcapping": None}, (0.0, 30.0))):
+        model = read(config)
+        assert (model.attention_softcap, model.logit_softcap, model.windows) == (*expected, (4096, 0))
+    third = read({**gemma, "model_type": "gemma3_text", "final_logit_softcapping": 20.0})
+    assert (third.attention_softcap, third.logit_softcap) == (0.0, 20.0)
+    with pytest.raises(UserError, match=r"model.logit_softcap=20.0 cannot be written as family=llama; use logit_soft"):
+        check_family(replace(load_model("tiny-llama"), logit_softcap=20.0))
 
 
 def test_windows_that_no_family_has_are_refused() -> None:

@@ -59,7 +59,7 @@ def test_parameters_of_latent_attention_counted_by_hand() -> None:
         (
             {"family": "bert"},
             'model.family="bert" is unknown; use llama, qwen2, qwen3, gpt2, mixtral, qwen3_moe, '
-            "deepseek_v3, mistral, gemma3_text, olmo2, olmo3 or gpt_oss",
+            "deepseek_v3, mistral, gemma2, gemma3_text, olmo2, olmo3 or gpt_oss",
         ),
         ({"norm_epsilon": 0}, "model.norm_epsilon=0.0 is not positive; use a number above 0"),
         ({"tie_embeddings": 1}, "model.tie_embeddings=1 is an integer; it must be true or false"),

@@ -42,7 +42,7 @@ SIZES: dict[str, Any] = {
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma2": {},
+    "gemma": {},
     "phi3": {},
     # Weights that are renamed as they are loaded; its own sizes are those of SIZES.
     "gpt_neox": {},
@@ -76,7 +76,7 @@ def made(folder: Path, family: str, **more: Any) -> Any:
     return module
 
 
-@pytest.mark.parametrize(("family", "layout"), crossed(("phi3", "gemma2", "opt"), LAYOUTS, every=3))
+@pytest.mark.parametrize(("family", "layout"), crossed(("phi3", "gemma", "opt"), LAYOUTS, every=3))
 def test_layouts_equal_one_process(pool: Pool, tmp_path: Path, family: str, layout: str) -> None:
     made(tmp_path / family, family)
     assert_equal(pool, verification_run(layout, str(tmp_path / family), ("training.sequence=8",), steps=2))

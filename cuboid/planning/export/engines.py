@@ -88,6 +88,8 @@ UNWRITTEN = (
     "window_rope_theta",
     "embedding_scale",
     "query_scale",
+    "attention_softcap",
+    "logit_softcap",
     "qk_norm_whole",
     "prediction_layers",
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,12 +26,14 @@ class Masked:
     sinks: bool = True
     shuffle: Callable[[Tensor], Tensor] = field(default=lambda x: x)
     """Of keys and values."""
+    cap: float = 0.0
+    """Of scores; 0: none."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, ids: Tensor | None, sinks: Tensor | None) -> Tensor:
         mask = self.mask.to(query.device)
         if self.documents and ids is not None:
             mask = mask & (ids.unsqueeze(1) == ids)
-        return _attend(query, self.shuffle(key), self.shuffle(value), mask, sinks if self.sinks else None)
+        return _attend(query, self.shuffle(key), self.shuffle(value), mask, sinks if self.sinks else None, self.cap)
 
 
 def wrong_masks(run: Run, layer: int, cp: int, has_sinks: bool) -> Iterator[tuple[str, Attend]]:
@@ -40,28 +43,33 @@ def wrong_masks(run: Run, layer: int, cp: int, has_sinks: bool) -> Iterator[tupl
     distance = torch.arange(length).unsqueeze(1) - torch.arange(length)
     causal = distance >= 0
     inside = causal & (distance < window) if window else causal
+    masked = partial(Masked, cap=model.attention_softcap)
+    if model.attention_softcap:
+        yield "softcap ignored: scores are not capped", Masked(inside)
     if run.data.attention_within_documents:
-        yield "documents ignored: tokens see those of documents before their own", Masked(inside, documents=False)
+        yield "documents ignored: tokens see those of documents before their own", masked(inside, documents=False)
     if window:
-        yield "window ignored: every token before is seen", Masked(causal)
+        yield "window ignored: every token before is seen", masked(causal)
         for off in (1, -1):
             cause = f"the window is {window + off} tokens in place of {window}"
-            yield cause, Masked(causal & (distance < window + off))
-        yield "window and documents ignored", Masked(causal, documents=False)
+            yield cause, masked(causal & (distance < window + off))
+        yield "window and documents ignored", masked(causal, documents=False)
     if has_sinks:
-        yield "sinks ignored", Masked(inside, sinks=False)
-    yield "mask ignored: tokens after are seen", Masked(torch.ones_like(causal))
-    yield "tokens do not see themselves: the mask is off by one", Masked(inside & (distance > 0))
-    yield "tokens see the one after them: the mask is off by one", Masked(inside | (distance == -1))
+        yield "sinks ignored", masked(inside, sinks=False)
+    yield "mask ignored: tokens after are seen", masked(torch.ones_like(causal))
+    yield "tokens do not see themselves: the mask is off by one", masked(inside & (distance > 0))
+    yield "tokens see the one after them: the mask is off by one", masked(inside | (distance == -1))
     for count in range(2, model.heads // model.kv_heads + 1):
         if model.heads // model.kv_heads % count == 0:
             cause = "query heads read other key-value heads: these are repeated in another order"
-            yield cause, Masked(inside, shuffle=lambda x, count=count: x.repeat(1, count, 1))  # type: ignore[misc]
+            yield cause, masked(inside, shuffle=lambda x, count=count: x.repeat(1, count, 1))  # type: ignore[misc]
     if layout.cp > 1:
-        yield from _of_chunks(layout.cp, cp, length, inside)
+        yield from _of_chunks(layout.cp, cp, length, inside, masked)
 
 
-def _of_chunks(size: int, cp: int, length: int, inside: Tensor) -> Iterator[tuple[str, Attend]]:
+def _of_chunks(
+    size: int, cp: int, length: int, inside: Tensor, masked: Callable[..., Masked]
+) -> Iterator[tuple[str, Attend]]:
     held = [[torch.tensor(part) for part in places_of(each, size, length)] for each in range(size)]
     holder = torch.zeros(length, dtype=torch.int64)
     for index, chunks in enumerate(held):
@@ -69,19 +77,21 @@ def _of_chunks(size: int, cp: int, length: int, inside: Tensor) -> Iterator[tupl
     by_half = torch.cat([chunks[half] for half in range(2) for chunks in held])
     for order in (by_half, torch.cat([torch.cat(chunks) for chunks in held])):
         cause = "keys and values of chunks of the sequence in the wrong order"
-        yield cause, Masked(inside, shuffle=lambda x, order=order: x[order.to(x.device)])  # type: ignore[misc]
+        yield cause, masked(inside, shuffle=lambda x, order=order: x[order.to(x.device)])
     cause = "only keys of the rank's own chunks are seen: those of other cp ranks are missing"
-    yield cause, Masked(inside & (holder == cp))
+    yield cause, masked(inside & (holder == cp))
     for other in range(size):
         if other != cp:
-            yield f"keys of cp rank {other} are missing", Masked(inside & (holder != other))
+            yield f"keys of cp rank {other} are missing", masked(inside & (holder != other))
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None, cap: float) -> Tensor:
     """Fewer key-value heads serve several query heads."""
     copies = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(query.shape[2])
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
     scores = scores.masked_fill(~mask, -math.inf)
     if sinks is not None:
         extra = sinks.view(-1, 1, 1).expand(-1, scores.shape[1], 1)

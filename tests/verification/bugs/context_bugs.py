@@ -31,8 +31,8 @@ def _(patches: Patches) -> None:
     """Layers with a window attend to all tokens before under context parallelism."""
     plain = ContextMix.__init__
 
-    def init(self: Any, groups: Any, gathers: bool, window: int = 0) -> None:
-        plain(self, groups, gathers, 0)
+    def init(self: Any, groups: Any, gathers: bool, window: int = 0, cap: float = 0.0) -> None:
+        plain(self, groups, gathers, 0, cap)
 
     patches.put(ContextMix, "__init__", init)
 
