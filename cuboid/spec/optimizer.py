@@ -63,7 +63,7 @@ class OptimizerSpec:
     """Of muon: every head of queries, keys and values is a matrix of its own."""
     normuon: bool = False
     """Of muon: each row of an orthogonal update is divided by the root of the mean of its squares, which decays by
-    beta2, so that every neuron learns alike (NorMuon); the whole is as large as before."""
+    beta2, so that every neuron learns alike (NorMuon); the whole is as large as an orthogonal matrix."""
     qk_clip: float = 0.0
     """Of muon: the largest attention logit that the norms of a head's queries and keys allow, over the batch of a step.
     Weights of a head above it are scaled down after the update (QK-clip); 0 turns it off."""

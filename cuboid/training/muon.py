@@ -26,6 +26,8 @@ from cuboid.spec.optimizer import OptimizerSpec
 from cuboid.training.adamw import Elements, read_master, write_master
 from cuboid.training.own_optimizer import MatrixFunction, load_matrix_function
 
+MOST_GROWTH = 4
+"""How much larger than what Newton-Schulz makes an update is with even rows: noise must not become a whole one."""
 BATCH = 2**26
 """Elements that are orthogonalised at once, at most: matrices of one shape together."""
 
@@ -157,13 +159,16 @@ class MuonState:
         return route.start(packed, received, back=True)
 
     def _even_rows(self, matrices: list[Matrix], orthogonal: Tensor, finite: Tensor) -> Tensor:
-        """NorMuon: every row over the root of its mean square, and the whole as large as an orthogonal matrix."""
+        """NorMuon: every row over the root of its mean square, and the whole as large as an orthogonal matrix; of a
+        gradient that is rounding alone, as good as nothing like the update that came of it."""
         kept = [self._squares[matrix.parameter, matrix.runs] for matrix in matrices]
         squares = torch.stack(kept)
         exact = orthogonal.to(squares.dtype)
         moved = torch.lerp(squares, exact.square().mean(2), 1 - self._spec.beta2)
         even: Tensor = exact / (moved.sqrt() + self._spec.epsilon).unsqueeze(2)
-        size = math.sqrt(min(exact.shape[1:])) / even.norm(dim=(1, 2), keepdim=True).clamp(min=self._spec.epsilon)
+        most = MOST_GROWTH * exact.norm(dim=(1, 2), keepdim=True)
+        whole = most.clamp(max=math.sqrt(min(exact.shape[1:])))
+        size = whole / even.norm(dim=(1, 2), keepdim=True).clamp(min=self._spec.epsilon)
         for target, values in zip(kept, torch.where(finite, moved, squares), strict=True):
             target.copy_(values)
         evened: Tensor = (even * size).to(orthogonal.dtype)

@@ -57,9 +57,10 @@ class MuonUpdates:
                 x = self._function(x[None])[0] if self._function else _newton_schulz(x, spec.newton_schulz_steps)
                 if spec.normuon:
                     x, squares = x.to(weight.dtype), self._squares[name]
+                    whole = min(min(m, n) ** 0.5, 4 * torch.linalg.matrix_norm(x).item())
                     squares[chosen] = spec.beta2 * squares[chosen] + (1 - spec.beta2) * x.square().mean(1)
                     x = x / (squares[chosen].sqrt() + spec.epsilon)[:, None]
-                    x = x * (min(m, n) ** 0.5 / max(torch.linalg.matrix_norm(x).item(), spec.epsilon))
+                    x = x * (whole / max(torch.linalg.matrix_norm(x).item(), spec.epsilon))
                 size = {"rms": 0.2 * max(m, n) ** 0.5, "spectral": (m / n) ** 0.5, "original": max(1, m / n) ** 0.5}
                 step = rate * spec.matrix_rate * size[spec.update_scale] * x.to(weight.dtype)
                 weight[chosen] = weight[chosen] * (1 - rate * spec.weight_decay) - step

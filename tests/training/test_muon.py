@@ -106,6 +106,12 @@ def test_heads_scales_and_what_does_not_divide(pool: Pool, layout: str, settings
     assert_equal(pool, muon(layout, *settings))
 
 
+@pytest.mark.parametrize("setting", ["model.windows=[1]", "training.sequence_ramp=1x2"])
+def test_a_gradient_of_rounding_alone_moves_nothing(pool: Pool, setting: str) -> None:
+    """Queries that see one key have none: what differs by layout is noise, which even rows must not blow up."""
+    assert_equal(pool, muon("tp=4", setting, "optimizer.normuon=true"))
+
+
 def test_latent_heads(pool: Pool) -> None:
     changes = ("optimizer.per_head=true", "optimizer.normuon=true")
     assert_equal(pool, muon("dp=2,tp=2,ep=2,zero=1", *changes, model="tiny-deepseek"))
