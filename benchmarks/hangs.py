@@ -137,6 +137,7 @@ def steps_of(rank: int, run: Run) -> tuple[int, float]:
     from cuboid.training.trainer import Trainer
 
     trainer = Trainer(run, rank, torch.device("cpu"), True)
+    Path(run.output.folder).mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         for callback in trainer.callbacks:
             stack.enter_context(callback)

@@ -36,7 +36,11 @@ class Files(Protocol):
 
     # What changes something.
 
-    def make_folder(self, path: str) -> None: ...
+    def make_folder(self, path: str) -> None:
+        """And those above it."""
+
+    def make_inner_folder(self, path: str) -> None:
+        """Only where the folder above is there: one that was removed, or unmounted, is not made anew."""
 
     def open(self, path: str) -> Any:
         """A new, empty file to be written."""
@@ -81,6 +85,10 @@ class LocalFiles:
 
     def make_folder(self, path: str) -> None:
         os.makedirs(path, exist_ok=True)
+
+    def make_inner_folder(self, path: str) -> None:
+        with suppress(FileExistsError):
+            os.mkdir(path)
 
     def open(self, path: str) -> int:
         # Without O_NONBLOCK a FIFO that nobody reads would block here.
@@ -219,6 +227,10 @@ class RemoteFiles:
     def make_folder(self, path: str) -> None:
         self._system.makedirs(path, exist_ok=True)
 
+    def make_inner_folder(self, path: str) -> None:
+        """Most stores have no folders but those of the files in them."""
+        self.make_folder(path)
+
     @_named
     def open(self, path: str) -> Any:
         return self._system.open(path, "wb")
@@ -329,6 +341,9 @@ class Location:
 
     def make_folder(self) -> None:
         self.files.make_folder(self.path)
+
+    def make_inner_folder(self) -> None:
+        self.files.make_inner_folder(self.path)
 
     def rename(self, other: Location) -> None:
         self.files.rename(self.path, other.path)

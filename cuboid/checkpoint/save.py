@@ -75,7 +75,7 @@ def write(
     """Every rank calls this with its state staged; when it returns the checkpoint is published. `index`: of all ranks,
     on rank 0. `ownership`: of the folder it is published in."""
     writer = Writer(target, group.rank, manifest, staging)
-    problem = group.broadcast(_problem(writer.open) if group.rank == 0 else "")
+    problem = group.broadcast(_problem(lambda: writer.open(ownership is not None)) if group.rank == 0 else "")
     if not problem:
         own: list[StoredFile | None] = []
         said = _problem(lambda: own.append(writer.write()))

@@ -337,9 +337,12 @@ class Writer:
         self._manifest = manifest
         self._staging = staging
 
-    def open(self) -> None:
-        """By rank 0, before anybody writes."""
+    def open(self, in_a_run: bool = False) -> None:
+        """By rank 0, before anybody writes. `in_a_run`: the run has made the folder above that of its checkpoints; if
+        that was removed, or unmounted, nothing is made in its place."""
         self._aside.remove(first=MANIFEST)
+        if in_a_run:
+            self._aside.parent.make_inner_folder()
         self._aside.make_folder()
 
     def write(self) -> StoredFile | None:

@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from cuboid.checkpoint.terms import FENCE
 from cuboid.console import say
+from cuboid.errors import UserError
 from cuboid.generate.samples import Sampler
 from cuboid.launch.backend import Joined, Wanted, join_world
 from cuboid.launch.capacity import allow_many_files
@@ -183,14 +184,35 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
             dist.destroy_process_group()
         return outcome
     except Exception as error:
-        folder = Path(run.output.folder)
-        report = f"{what_went_wrong(error)}\n\n{traceback.format_exc()}"
-        with suppress(OSError):  # what went wrong may be the folder
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"failure-{place.rank:05d}.txt").write_text(report)
+        told = as_told(error, run)
+        _report(run, place.rank, f"{what_went_wrong(told)}\n\n{traceback.format_exc()}")
         if place.world_size > 1:
             time.sleep(LINGER)
-        raise
+        if told is error:
+            raise
+        raise told from error
+
+
+def as_told(error: Exception, run: Run) -> Exception:
+    """A file that is missing because the run's folder was removed is no fault of the program."""
+    folder = Path(run.output.folder)
+    if not isinstance(error, FileNotFoundError) or folder.exists():
+        return error
+    return UserError(f"output.folder={folder} was removed, or unmounted, while the run trained; use one that stays")
+
+
+def _report(run: Run, rank: int, text: str) -> None:
+    """Into the run's folder. One that was removed is not made anew for it, and a full disk takes nothing: then beside
+    the heartbeats, where the supervisor looks too."""
+    places = [Path(run.output.folder), *([HEARTBEAT.folder] if HEARTBEAT.folder else [])]
+    for place in places:
+        path = place / f"failure-{rank:05d}.txt"
+        try:
+            path.write_text(text)
+            return
+        except OSError:
+            with suppress(OSError):
+                path.unlink()
 
 
 def run_joined_rank(run: Run, signals: Listener, quiet: bool) -> Outcome:

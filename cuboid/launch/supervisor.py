@@ -10,7 +10,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
@@ -29,7 +31,7 @@ from cuboid.resilience.watchdog import Watchdog
 from cuboid.schedule.table import uncollected
 from cuboid.spec.fitting import check_world_size
 from cuboid.spec.run import Run
-from cuboid.training.run_folder import forget_reports, newest_kept
+from cuboid.training.run_folder import REPORTS, forget_reports, newest_kept
 
 if TYPE_CHECKING:
     from cuboid.training.trainer import Outcome
@@ -173,10 +175,14 @@ def launch(
     signals.follow(pids)
     ranks_here = [place.rank for place in places]
     watchdog = Watchdog(run, ranks_here, judge_with_all(places[0]), stand_still_everywhere(places[0]), told=told)
+    reports: list[Report] = []
     try:
         with watchdog:
             ranks = elastic_launch(config, run_started_rank)
-            outcomes: dict[int, Outcome] = ranks(run, quiet, places, pids, str(watchdog.folder))
+            try:
+                outcomes: dict[int, Outcome] = ranks(run, quiet, places, pids, str(watchdog.folder))
+            finally:
+                reports += failure_reports(watchdog.folder)
     except SignalException as stop:
         _stopped_by(stop.sigval)
     except ChildFailedError as error:
@@ -187,7 +193,7 @@ def launch(
         code = signals.code or failure.exitcode
         if signals.active and code in (REQUEUE, 128 + signal.SIGTERM):  # said by the process that decided it
             raise SystemExit(code) from None
-        _explain_failure(run, places[rank].rank, failure.exitcode)
+        _explain_failure(run, places[rank].rank, failure.exitcode, reports)
     finally:
         signals.follow([])  # the system may give their numbers to others
         logging.disable(logging.NOTSET)
@@ -199,19 +205,39 @@ def _stopped_by(sent: signal.Signals) -> NoReturn:
     raise SystemExit(128 + sent)
 
 
-def _explain_failure(run: Run, rank: int, exit_code: int) -> NoReturn:
+@dataclass(frozen=True)
+class Report:
+    """What a rank left of its failure."""
+
+    rank: int
+    time: int
+    path: Path
+    text: str
+
+
+def failure_reports(folder: Path) -> list[Report]:
+    found = []
+    for path in folder.glob(REPORTS):
+        with suppress(OSError, ValueError):
+            rank = int(path.stem.partition("-")[2])
+            found.append(Report(rank, path.stat().st_mtime_ns, path, path.read_text(errors="replace")))
+    return found
+
+
+def _explain_failure(run: Run, rank: int, exit_code: int, aside: Sequence[Report] = ()) -> NoReturn:
     """`rank` is the first that was seen to end. If it left no report it was killed, else the first report is the cause:
-    whoever fails because another has failed reports later."""
-    folder = Path(run.output.folder)
-    if not (folder / f"failure-{rank:05d}.txt").exists():
+    whoever fails because another has failed reports later. `aside`: reports that the run's folder did not take."""
+    kept = failure_reports(Path(run.output.folder))
+    reports = [*kept, *aside]
+    if all(report.rank != rank for report in reports):
         raise RankError(f"rank {rank} failed: {_ending(exit_code)}") from None
-    report = min(folder.glob("failure-*.txt"), key=lambda path: path.stat().st_mtime_ns)
-    sentence = report.read_text().partition("\n")[0] or "it left an empty report"
+    first = min(reports, key=lambda report: report.time)
+    sentence = first.text.partition("\n")[0] or "it left an empty report"
     for kind in (UserError, RankError):  # whose sentences say it all
         if sentence.startswith(f"cuboid.errors.{kind.__name__}: "):
             raise kind(sentence.partition(": ")[2]) from None
-    rank = int(report.stem.partition("-")[2])
-    raise RankError(f"rank {rank} failed: {sentence}; its traceback is in {report}") from None
+    where = f"; its traceback is in {first.path}" if first in kept else ""
+    raise RankError(f"rank {first.rank} failed: {sentence}{where}") from None
 
 
 def _ending(exit_code: int) -> str:

@@ -86,7 +86,6 @@ def note_bad_step(run: Run, row: dict[str, Any]) -> None:
     path = Path(run.output.folder) / FILE
     told = {"time": datetime.now(UTC).isoformat(timespec="seconds"), **row}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             file.write(json.dumps(told) + "\n")
     except OSError as error:

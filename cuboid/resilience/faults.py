@@ -166,7 +166,6 @@ def arm(heartbeat: Heartbeat, rank: int, folder: str | Path) -> None:
     """Called by a rank as it begins: what the environment asks for strikes from here on."""
     faults = parse_faults(os.environ.get(VARIABLE, ""))
     if any(fault.rank == rank for fault in faults):
-        Path(folder).mkdir(parents=True, exist_ok=True)
         heartbeat.hook = Injector(faults, rank, heartbeat, Path(folder))
 
 

@@ -50,7 +50,6 @@ class Failure:
 def note_failure(run: Run, failure: Failure) -> None:
     path = Path(run.output.folder) / FAILURES
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             file.write(json.dumps(asdict(failure)) + "\n")
     except OSError as error:  # a full disk ends no training

@@ -81,6 +81,7 @@ class Watchdog:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.folder = Path()
+        self._began_with_folder = Path(run.output.folder).is_dir()
         self.hang: Hang | None = None
 
     def __enter__(self) -> Watchdog:
@@ -161,7 +162,7 @@ class Watchdog:
         target = _next_report(folder)
         try:
             with suppress(OSError):  # a disk that is full stops nobody
-                target.mkdir(parents=True)
+                target.mkdir(parents=not self._began_with_folder)  # one that was removed since stays so
             recorders = Recorders(readings, folder, self.folder)
             found = self._judge(readings)
             end = f"silent for {seconds:.1f} s, limit {limit.seconds:.1f} s ({limit.origin}); stacks in {target}"

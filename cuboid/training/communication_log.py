@@ -25,7 +25,6 @@ class CommunicationLog(Callback):
 
     def __enter__(self) -> CommunicationLog:
         if self._ledger is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("w")
         return self
 

@@ -182,6 +182,5 @@ class MemoryLog(Callback):
             "offloaded": optimizer.host_bytes,
         }
         if self._rows is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._rows = Rows(self._path)
         self._rows.append(row)

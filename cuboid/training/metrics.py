@@ -53,7 +53,6 @@ class Metrics(Callback):
 
     def __enter__(self) -> Metrics:
         folder = Path(self._run.output.folder)
-        folder.mkdir(parents=True, exist_ok=True)
         if self._run.output.keep_timing:
             self._timing = Rows(folder / f"timing-{self._rank:05d}.jsonl", self._done)
             HEARTBEAT.take_waits()  # from here on they are kept

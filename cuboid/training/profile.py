@@ -171,7 +171,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Under its name once it is whole; a full disk ends no training."""
     aside = path.with_name(f"writing-{path.name}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         write(aside)
         aside.replace(path)
     except OSError as error:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -65,15 +66,19 @@ def train(
     quiet: bool = False,
     asked: Callable[[], bool] = lambda: False,
     make_sampler: MakeSampler | None = None,
-    ready: Callable[[], None] = lambda: None,
+    ready: Callable[[], None] | None = None,
     site: Site | None = None,
 ) -> Outcome:
     """Train to the last step, from the newest checkpoint of the run or the first step. `asked`: whether this rank was
     asked to stop; if any was, all save and stop at the next step. `make_sampler`: for a run with `samples.every`.
-    `ready` is called when all is set up, before a step is written down. `site`: of an island."""
+    `ready` is called when all is set up, before a step is written down; default: the run's folder is made. `site`: of
+    an island."""
     with device_progress(device):
         trainer = Trainer(run, rank, device, quiet, asked, make_sampler, site)
-        ready()
+        if ready is None:
+            Path(run.output.folder).mkdir(parents=True, exist_ok=True)
+        else:
+            ready()
         return trainer.train()
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cuboid.checkpoint.folder import checkpoint_path, checkpoints, clear, newest_whole, prune, step_of, withdraw
 from cuboid.checkpoint.location import Location, RemoteFiles, locate
-from cuboid.checkpoint.manifest import INDEX, MANIFEST
+from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest
+from cuboid.checkpoint.storage import Staging, Writer
 from cuboid.checkpoint.verify import verify
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
@@ -91,3 +94,17 @@ def test_what_a_driver_raises_names_the_place() -> None:
         assert caught.value.filename == "bucket/x", "by which the command line says it in a sentence"
     with pytest.raises(FileNotFoundError, match="gone: 'bucket/x'"):
         store.read_into("bucket/x", 0, memoryview(bytearray(1)))
+
+
+def test_a_checkpoint_makes_no_removed_folder_of_its_run_anew(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    staging = Staging({}, torch.device("cpu"))
+    writer = Writer(
+        locate(tmp_path / "run" / "checkpoints" / "step-00000001"), 0, Manifest(1, 1, 1, "", "", ""), staging
+    )
+    writer.open(in_a_run=True)
+    assert (tmp_path / "run/checkpoints/.step-00000001.writing").is_dir()
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(FileNotFoundError):
+        writer.open(in_a_run=True)
+    assert not (tmp_path / "run").exists()

@@ -78,6 +78,7 @@ def trained(
     the step after which it tells who waits for it; one that is gone does so too. `together`: islands that
     begin at once, however long each needs to get there."""
     folder = Path(run.output.folder).parent
+    Path(run.output.folder).mkdir(parents=True, exist_ok=True)
     if together:
         (folder / f"ready-{site.number}").touch()
     while len(list(folder.glob("ready-*"))) < together:

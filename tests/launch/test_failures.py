@@ -61,7 +61,7 @@ def test_a_folder_that_vanishes_before_the_first_step_is_not_made_anew(
         monkeypatch.setattr(rank, "_tell", lambda *_: shutil.rmtree(tmp_path / "run"))
     with pytest.raises(UserError, match="was removed, or unmounted, before a step"), Listener(run) as signals:
         rank.run_rank(run, signals)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_rank_that_left_no_report_was_ended_by_somebody_else(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
 from cuboid.spec.run import build_run
 from cuboid.telemetry.rows import metric_rows
-from cuboid.training.trainer import Trainer
+from cuboid.training.trainer import train
 from cuboid.verification.compare import compare, observed_trace
 from cuboid.verification.make import verification_run
 from cuboid.verification.reference import reference_trace
@@ -228,7 +228,7 @@ def test_a_training_evaluates_its_average(tmp_path: Path) -> None:
         "kept": ("optimizer.average=0.999999",),
     }.items():
         run = small_run("dp=1", *fields, *more, f"output.folder={tmp_path / name}")
-        Trainer(run, 0, torch.device("cpu"), quiet=True).train()
+        train(run, 0, torch.device("cpu"), quiet=True)
         found[name] = metric_rows(tmp_path / name / "metrics.jsonl")
     losses = {name: [row["loss"] for row in rows] for name, rows in found.items()}
     validation = {
