@@ -286,16 +286,13 @@ def _lead(
     run = role.run
     with ExitStack() as claims:
         claims.enter_context(claimed(Path(run.output.folder)))
-        # Stores have no locks: there the file that names the owner decides.
+        # Stores have no locks: there the files that name the owner decide.
         named = run.checkpoint.folder if "://" not in run.checkpoint.folder else ""
         if os.path.realpath(named) == os.path.realpath(run.output.folder):  # which is claimed
             named = ""
-        known = named and Path(named).is_dir()
-        if known:
+        if named:
             claims.enter_context(claimed(Path(named), field="checkpoint.folder"))
         past = prepare_folder(run, overwrite, take_over)
-        if named and not known:  # which is there now
-            claims.enter_context(claimed(Path(named), field="checkpoint.folder"))
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
         announce(past)

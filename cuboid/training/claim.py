@@ -46,8 +46,13 @@ def claimed(folder: Path, patience: float = PATIENCE, field: str = "output.folde
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        if handle is not None:
-            _lock(handle, folder, time.monotonic() + patience, field)
+        until = time.monotonic() + patience
+        while handle is not None and not _lock(handle, folder, until, field):
+            os.close(handle)
+            handle = None
+            with suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         yield
     except UserError:
         with suppress(OSError):  # what is refused leaves nothing behind; what is not empty stays
@@ -59,14 +64,23 @@ def claimed(folder: Path, patience: float = PATIENCE, field: str = "output.folde
             os.close(handle)
 
 
-def _lock(handle: int, folder: Path, until: float, field: str) -> None:
+def _lock(handle: int, folder: Path, until: float, field: str) -> bool:
+    """False: who had the lock was refused, and has removed the folder that it had made. Another may be there now."""
     while True:
         # On the folder itself: no lock file stays behind, and the lock ends with the process.
         try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return _is_at(handle, folder)
         except OSError as error:
             if error.errno not in HELD:
-                return None
+                return True
         if time.monotonic() >= until:
             raise InUse(f"{field}={folder} is in use by another run; stop that one, or use another folder")
         time.sleep(0.05)
+
+
+def _is_at(handle: int, folder: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), folder.stat())
+    except FileNotFoundError:
+        return False

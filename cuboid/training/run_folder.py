@@ -14,9 +14,8 @@ from typing import Any
 from cuboid.checkpoint.folder import checkpoints, clear, newest_whole, require_checkpoints, step_of
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import parse_run, run_of
-from cuboid.checkpoint.memory.folder import IDENTITY, forget, identity_of, newest_in_memory
-from cuboid.checkpoint.owner import FILE as OWNER
-from cuboid.checkpoint.owner import Owner, check_writable, own, read_owner
+from cuboid.checkpoint.memory.folder import IDENTITY, forget, identity_of, newest_in_memory, write_identity
+from cuboid.checkpoint.owner import Owner, check_writable, look, own
 from cuboid.checkpoint.terms import PATTERN as LEADERS
 from cuboid.checkpoint.verify import require_state
 from cuboid.console import say
@@ -139,18 +138,21 @@ def prepare_folder(run: Run, overwrite: bool = False, take_over: bool = False) -
     """Claim the run's folder before any process starts. Another training there is refused by name, the same one goes
     on; returns what there is to say of its past. `take_over`: checkpoints of another run become this one's."""
     folder = Path(run.output.folder)
-    said = ""
+    said, claim = "", None
     try:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"output.folder={folder} is a file; use the name of a folder")
         identity_of(run)  # refused here where it is none
+        claims, owner = look(checkpoint_folder(run))
+        other = None if take_over else _other_owner(run, owner)
         if overwrite:
-            _check_cleared(run, take_over)
+            _check_cleared(run, other)
         else:
-            said = _check_past(run, folder, take_over)
+            said = _check_past(run, folder, other)
         _check_own_file(folder)
         require_checkpoints(checkpoint_folder(run))
         check_writable(run, checkpoint_folder(run))
+        claim = own(run, checkpoint_folder(run), claims, anew=overwrite)
         if overwrite:
             _clear(run, folder)
         else:
@@ -160,8 +162,14 @@ def prepare_folder(run: Run, overwrite: bool = False, take_over: bool = False) -
             forget(run)
         folder.mkdir(parents=True, exist_ok=True)
         _write_run(run, folder)
-        own(run, checkpoint_folder(run))
-    except OSError as error:
+        if claim is not None:
+            write_identity(run, claim.identity)
+            claim.keep()
+    except BaseException as error:
+        if claim is not None:
+            claim.withdraw()
+        if not isinstance(error, OSError):
+            raise
         raise UserError(f"output.folder={folder} cannot be written: {error.strerror}; use another folder") from None
     return said
 
@@ -232,11 +240,10 @@ def forget_reports(run: Run) -> None:
     _remove(Path(run.output.folder), REPORTS)
 
 
-def _other_owner(run: Run) -> Owner | None:
+def _other_owner(run: Run, owner: Owner | None) -> Owner | None:
     """The run whose checkpoints lie in this one's folder, if it is another; with checkpoints from before runs said
-    so, one with another output folder."""
+    so, one with another output folder. `owner`: as the folder has it."""
     place = checkpoint_folder(run)
-    owner = read_owner(place)
     if owner is not None:
         return owner if owner.identity != identity_of(run) else None
     found, manifest, _ = newest_whole(place, contents=False)
@@ -248,15 +255,14 @@ def _other_owner(run: Run) -> Owner | None:
     return Owner("", wrote, "", manifest.run)
 
 
-def _check_past(run: Run, folder: Path, take_over: bool = False) -> str:
-    """Refuse what the folder, or the checkpoints there are, cannot continue with."""
+def _check_past(run: Run, folder: Path, other: Owner | None) -> str:
+    """Refuse what the folder, or the checkpoints there are, cannot continue with. `other`: the run they are of."""
     known = (folder / RUN_FILE).exists()
     if known:
         check_same_training(load_run(folder / RUN_FILE), run)
         _check_logs(folder)
-    other = None if take_over else _other_owner(run)
     if other is not None:
-        check_same_training(parse_run(checkpoint_folder(run), OWNER, other.run), run, other.named)
+        check_same_training(parse_run(checkpoint_folder(run), "owner", other.run), run, other.named)
     # Names and sizes only: the ranks compare checksums as they read.
     found, manifest, _ = newest_whole(checkpoint_folder(run), contents=False)
     if found is None or manifest is None:
@@ -299,9 +305,8 @@ def _keep_finished(old: Run, new: Run) -> None:
         )
 
 
-def _check_cleared(run: Run, take_over: bool) -> None:
+def _check_cleared(run: Run, other: Owner | None) -> None:
     place = checkpoint_folder(run)
-    other = None if take_over else _other_owner(run)
     if other is not None and checkpoints(place) and other.folder != os.path.abspath(run.output.folder):
         raise UserError(
             f"checkpoint.folder={place} is that of {other.named}, whose checkpoints --overwrite would remove; use "
@@ -336,7 +341,6 @@ def _clear(run: Run, folder: Path) -> None:
     place = checkpoint_folder(run)
     for pattern in (*WRITTEN, REPORTS) if (folder / RUN_FILE).exists() else (IDENTITY, LEADERS):
         _remove(folder, pattern)
-    own(run, place)  # first, so that the folder of which the lock is held is not removed
     clear(place)
 
 

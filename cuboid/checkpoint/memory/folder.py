@@ -48,14 +48,19 @@ def identity_of(run: Run, make: bool = False) -> str:
     if not make:
         return ""
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_identity(run, secrets.token_hex(8))
+    return read_text(path, 4096).strip()
+
+
+def write_identity(run: Run, identity: str) -> None:
+    path = Path(run.output.folder) / IDENTITY
     aside = path.with_name(f".{IDENTITY}.writing")
     try:
-        aside.write_text(secrets.token_hex(8) + "\n")
+        aside.write_text(identity + "\n")
         os.replace(aside, path)
     except OSError:
         aside.unlink(missing_ok=True)
         raise
-    return read_text(path, 4096).strip()
 
 
 def node_folder(run: Run, node: str = "") -> Path:
