@@ -152,7 +152,7 @@ def main() -> None:
             torch.cuda.empty_cache()
         source, steps = make_source(run), run.training.steps
         read = partial(micro_batches, source, run, replica=0, device=device)
-        batches = [read(step=steps + number)[0] for number in range(options.batches)]
+        batches = [read(batch=steps + number)[0] for number in range(options.batches)]
         for power in map(int, options.outliers.split(",")):
             model = Measured(run, weights, device)
             model.plant(power)

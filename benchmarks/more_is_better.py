@@ -16,7 +16,8 @@ from dataclasses import replace
 from cuboid.cost.goodput import HOUR, PUBLISHED, Costs, recommend
 from cuboid.errors import UserError
 from cuboid.planning.choose import resized_search
-from cuboid.planning.islands import COMPUTING, MORE
+from cuboid.planning.island_table import COMPUTING
+from cuboid.planning.islands import MORE
 from cuboid.planning.pareto import DAY, FAILURES, TrainingOption, best, training_options, with_smaller_parts
 from cuboid.planning.question import Question, every_size, resized
 from cuboid.spec.cluster import ClusterSpec, load_cluster

@@ -14,7 +14,7 @@ import re
 import stat
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import date
 from datetime import time as clock
 from functools import partial
@@ -67,13 +67,13 @@ class Missing(Unreadable):
 
 # Plain files, as bytes and text.
 
-_SOURCES: set[tuple[int, int]] = set()
+SOURCES: set[tuple[int, int]] = set()
 """Device and number of each file that was opened to be read, by the command that runs."""
 
 
 def forget_sources() -> None:
     """Another command begins."""
-    _SOURCES.clear()
+    SOURCES.clear()
 
 
 def open_plain(path: str | Path, instead: str = "name an existing file") -> BinaryIO:
@@ -91,7 +91,7 @@ def open_plain(path: str | Path, instead: str = "name an existing file") -> Bina
     if not stat.S_ISREG(facts.st_mode):
         os.close(handle)
         raise Unreadable(path, f"is {kind_of(facts.st_mode)}, not a file", instead)
-    _SOURCES.add((facts.st_dev, facts.st_ino))
+    SOURCES.add((facts.st_dev, facts.st_ino))
     return os.fdopen(handle, "rb")
 
 
@@ -449,51 +449,3 @@ def _words(column: Any) -> int:
 def is_finite(value: object) -> bool:
     """Whether it is a number, and one to compute with."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-# The file that `--output` names.
-
-
-def check_output(output: Path) -> None:
-    """Refuse what `write_output` would refuse, before the work whose result it is; nothing is left behind."""
-    from tempfile import TemporaryFile
-
-    with _refused(output):
-        _keep_sources(output)
-        if output.is_fifo():  # whoever reads from it would take the end of this for the end of all
-            return
-        with _open_output(output, os.O_APPEND) if output.exists() else TemporaryFile(dir=output.parent):
-            pass
-
-
-def write_output(output: Path, text: str) -> None:
-    """Write the file of `--output`."""
-    with _refused(output):
-        _keep_sources(output)
-        with _open_output(output, os.O_CREAT | os.O_TRUNC) as file:
-            file.write(text.encode())
-
-
-def _keep_sources(output: Path) -> None:
-    """What a command was given stays."""
-    with suppress(FileNotFoundError):
-        facts = output.stat()
-        if (facts.st_dev, facts.st_ino) in _SOURCES:
-            raise UserError(f"output={output} is a file that this command reads; use another name")
-
-
-def _open_output(output: Path, flags: int) -> BinaryIO:
-    """A FIFO that nobody reads is refused: without O_NONBLOCK this would wait for a reader for ever."""
-    handle = os.open(output, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags, 0o666)
-    os.set_blocking(handle, True)
-    return os.fdopen(handle, "wb")
-
-
-@contextmanager
-def _refused(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as problem:
-        raise UserError(
-            f"output={output} cannot be written: {problem.strerror}; name a file in a folder that exists"
-        ) from None

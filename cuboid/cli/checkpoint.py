@@ -17,6 +17,7 @@ from cuboid.checkpoint.inspect import Description, Summary, describe, find, held
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import Damage, Watch
 from cuboid.errors import UserError
+from cuboid.outputs import check_way
 from cuboid.spec.run import load_run
 from cuboid.training.run_folder import RUN_FILE
 
@@ -39,6 +40,8 @@ def command(
 
     Example: cuboid checkpoint verify runs/default
     """
+    if target is not None and "://" not in target:
+        check_way("target=", target)
     if target is not None and action != "copy":
         raise UserError(f"checkpoint {action} takes one place, not also {target}; omit it")
     try:

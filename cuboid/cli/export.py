@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from cuboid.errors import UserError, either
+from cuboid.outputs import write_output
 from cuboid.planning.export.engines import export, refuse_recipe
 from cuboid.planning.plan import load_plan
-from cuboid.readers import write_output
 from cuboid.spec.run import load_run
 
 SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}

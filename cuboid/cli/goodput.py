@@ -28,9 +28,10 @@ from cuboid.cost.goodput import (
     young_daly,
 )
 from cuboid.errors import UserError, either
+from cuboid.outputs import write_output
 from cuboid.planning.island_file import load_islands_plan, plans_islands
 from cuboid.planning.islands import IslandsPlan
-from cuboid.readers import read_toml, write_output
+from cuboid.readers import read_toml
 from cuboid.resilience.goodput import Measured, measured
 from cuboid.spec.run import Run, load_run
 

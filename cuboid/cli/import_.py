@@ -11,7 +11,7 @@ import typer
 from cuboid.checkpoint.huggingface.folder import ModelFolder, model_of, read_config
 from cuboid.checkpoint.weights import PREFIX, check_weights
 from cuboid.errors import UserError
-from cuboid.readers import write_output
+from cuboid.outputs import write_output
 from cuboid.spec.huggingface import dropout_of
 from cuboid.spec.load import dump_model
 from cuboid.spec.run import build_run, dump_run

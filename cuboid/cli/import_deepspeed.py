@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from cuboid.outputs import write_output
 from cuboid.planning.plan import to_choose
-from cuboid.readers import read_json, write_output
+from cuboid.readers import read_json
 from cuboid.spec.deepspeed import notes_from_deepspeed, run_table_from_deepspeed
 from cuboid.spec.run import build_run, dump_run
 from cuboid.spec.training import TO_CHOOSE, DataSpec

@@ -15,8 +15,9 @@ from cuboid.launch.islands import IslandOptions
 from cuboid.launch.jobs import ray, skypilot, slurm
 from cuboid.launch.jobs.job import PORT, Job, grace_seconds, make_job, one_line
 from cuboid.launch.jobs.kubernetes import PodOptions, job_manifest, train_job_manifest
+from cuboid.outputs import write_output
 from cuboid.planning.island_file import plans_islands, with_island
-from cuboid.readers import read_toml, write_output
+from cuboid.readers import read_toml
 from cuboid.spec.run import build_run, check_chosen
 
 Scheduler = Literal["slurm", "kubernetes", "skypilot", "ray"]

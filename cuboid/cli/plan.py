@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cuboid.errors import UserError, nearest_names
+from cuboid.outputs import write_output
 from cuboid.planning.choose import cheapest, fewest, plans
 from cuboid.planning.energy import no_watts, sentence
 from cuboid.planning.export.engines import FIXED, export
 from cuboid.planning.plan import GIB, Plan, amount, dump_plan, error_line, losses
 from cuboid.planning.question import Question, common_precision, parse_fixed, parse_memory, precision_on
-from cuboid.readers import write_output
 from cuboid.schedule.table import uncollected
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.groups import Groups, load_groups

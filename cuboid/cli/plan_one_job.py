@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cuboid.errors import UserError, either
+from cuboid.outputs import check_output, write_output
 from cuboid.planning.choose import fastest
 from cuboid.planning.energy import kilowatt_hours, sentence
 from cuboid.planning.heterogeneous import (
@@ -30,7 +31,6 @@ from cuboid.planning.heterogeneous_file import (
 from cuboid.planning.heterogeneous_search import TRIED, heterogeneous_job
 from cuboid.planning.picture import chrome_trace, svg
 from cuboid.planning.plan import GIB, amount
-from cuboid.readers import check_output, write_output
 from cuboid.schedule.simulate import draw
 from cuboid.schedule.table import uncollected
 from cuboid.spec.groups import Groups

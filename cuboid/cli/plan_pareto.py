@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cuboid.errors import UserError
+from cuboid.outputs import check_output, write_output
 from cuboid.planning.choose import plans
 from cuboid.planning.energy import written
 from cuboid.planning.island_file import dump_islands_plan
@@ -23,7 +24,6 @@ from cuboid.planning.pareto import (
 )
 from cuboid.planning.pareto_picture import svg
 from cuboid.planning.plan import amount, dump_plan
-from cuboid.readers import check_output, write_output
 from cuboid.spec.groups import Groups
 
 SHOWN = 12

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from cuboid.cli.options import Oversubscribe, given_options
 from cuboid.errors import UserError
-from cuboid.readers import check_output, write_output
+from cuboid.outputs import check_output, write_output
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.run import Run, build_run
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from cuboid.errors import UserError
-from cuboid.readers import write_output
+from cuboid.outputs import write_output
 from cuboid.report.page import collect, page, serve
 from cuboid.report.source import Source, open_source
 from cuboid.report.timeline import merged_trace

@@ -11,12 +11,12 @@ from cuboid.cli.options import ModelsBatch, ModelsCluster, ModelsSequence, PlanO
 from cuboid.cli.plan_one_job import job_in_plan, simulate_job
 from cuboid.cost.rounds import summary
 from cuboid.errors import UserError
+from cuboid.outputs import check_output, write_output
 from cuboid.planning import island_picture
 from cuboid.planning.choose import pipeline_seconds, predict
 from cuboid.planning.islands import IslandsPlan
 from cuboid.planning.picture import chrome_trace, svg
 from cuboid.planning.plan import Plan, load_plan
-from cuboid.readers import check_output, write_output
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import Timeline, draw, simulate
 

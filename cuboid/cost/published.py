@@ -15,7 +15,8 @@ from cuboid.cost.constants import Fabric, chip_named, default_fabric, engine_for
 from cuboid.cost.estimate import GIB, Machine, estimate_shapes, wired
 from cuboid.cost.inputs import Jobs, Shape
 from cuboid.errors import UserError
-from cuboid.readers import Unreadable, parse_toml, read_text, write_output
+from cuboid.outputs import write_output
+from cuboid.readers import Unreadable, parse_toml, read_text
 from cuboid.spec.cluster import accelerator_table, load_cluster
 from cuboid.spec.layout import RECOMPUTE, SCHEDULES
 

@@ -40,6 +40,7 @@ from cuboid.data.workers import (
     partial_folder,
 )
 from cuboid.errors import UserError
+from cuboid.outputs import check_way
 from cuboid.readers import read_bytes
 
 SMALLEST_CHUNK, LARGEST_CHUNK, CHUNKS = 1 << 18, 1 << 26, 2048
@@ -87,6 +88,7 @@ class Progress:
 def build(request: BuildRequest, report: Callable[[Progress], None] = lambda progress: None) -> BuildReport:
     started = time.perf_counter()
     check_workers(request.workers)
+    check_way("output=", request.output)
     _check_apart(request.sources, request.output)
     tokenizer = load_tokenizer(request.tokenizer, request.end_of_document)
     files = find_inputs(request.sources)

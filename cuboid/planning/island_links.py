@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cuboid.cost.rounds import transfer_seconds
 from cuboid.spec.block_owners import ANSWER, FRAME, REQUEST, messages, runs_of_ranks
 from cuboid.spec.groups import Group, Groups
@@ -30,28 +33,32 @@ class Sent:
     """Between their ranks."""
 
 
-def sent_between(run: Run, other: Run, fragment: int) -> Sent:
-    """The sum over all ranks of what `block_owners.wire_bytes` says of one."""
-    size = run.islands.block_bytes(run.training.weights)
-    here, there = _homes(run, fragment), _homes(other, fragment)
-    total, pairs = 0, set()
-    first = 0
-    for low, high, rank in here:
-        while first < len(there) and there[first][1] <= low:
-            first += 1
-        place = first
-        while place < len(there) and there[place][0] < high:
-            begin, stop, peer = there[place]
-            blocks = min(high, stop) - max(low, begin)
-            total += ANSWER + FRAME + blocks * size + FRAME * messages(blocks, size) + REQUEST + FRAME
-            pairs.add((rank, peer))
-            place += 1
-    return Sent(total, len(pairs))
+Homes = NDArray[np.int64]
+"""Runs of blocks of a fragment in order, none overlap: a row of first blocks, one of those behind the last, one of
+ranks."""
 
 
-def _homes(run: Run, fragment: int) -> list[tuple[int, int, int]]:
-    """Runs of blocks with their ranks, in order; none overlap."""
-    return sorted((*each, rank) for rank, own in enumerate(runs_of_ranks(run, fragment)) for each in own)
+def homes_of(run: Run, fragment: int) -> Homes:
+    runs = [(*each, rank) for rank, own in enumerate(runs_of_ranks(run, fragment)) for each in own]
+    found = np.array(runs, dtype=np.int64).reshape(-1, 3).T
+    return found[:, np.argsort(found[0], kind="stable")]
+
+
+def sent_between(here: Homes, there: Homes, block_bytes: int) -> Sent:
+    """The sum over all ranks of what `block_owners.wire_bytes` says of one: an answer for each run of blocks that has
+    one owner here and one there."""
+    edges = np.unique(np.concatenate([here[:2].ravel(), there[:2].ravel()]))
+    first, blocks = edges[:-1], np.diff(edges)
+    owners, held = [], np.ones(len(first), dtype=bool)
+    for homes in (here, there):
+        place = np.searchsorted(homes[0], first, side="right") - 1
+        held &= (place >= 0) & (first < homes[1][place])
+        owners.append(homes[2][place])
+    total = 0
+    for size, answers in zip(*np.unique(blocks[held], return_counts=True), strict=True):
+        frames = 2 + messages(int(size), block_bytes)  # those of the question and of the answer's head too
+        total += int(answers) * (REQUEST + ANSWER + FRAME * frames + int(size) * block_bytes)
+    return Sent(total, np.unique(np.stack(owners)[:, held], axis=1).shape[1])
 
 
 @dataclass(frozen=True)

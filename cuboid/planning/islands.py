@@ -6,20 +6,21 @@ the table [islands] is the mildest one with which the links cost less than a twe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations_with_replacement
 from typing import Any
 
 from cuboid.cost.island_loss import ExpectedLoss, expected_loss
-from cuboid.cost.rounds import IslandTimes, Prediction, Timeline, endless, rounds_over_time
+from cuboid.cost.rounds import IslandTimes, Timeline, endless, rounds_over_time
 from cuboid.errors import UserError
 from cuboid.planning.choose import SIMULATED, fastest, resized_search, with_reasons
 from cuboid.planning.energy import kilowatt_hours
 from cuboid.planning.island_alternatives import Alternative, as_one_job, fastest_alone, unequal_job, without_islands
 from cuboid.planning.island_batches import share, weights_by_speed
-from cuboid.planning.island_links import Paths, Sent, fragment_bytes, sent_between
+from cuboid.planning.island_links import Paths, homes_of, sent_between
+from cuboid.planning.island_table import COMPUTING, island_times, mean_seconds, mildest
 from cuboid.planning.meanwhile import meanwhile
 from cuboid.planning.plan import Plan
 from cuboid.planning.question import Question
@@ -33,25 +34,8 @@ from cuboid.spec.run import Run
 
 MORE = 1.05
 """Times the tokens in the same time for which an island more, or batches by speed, are taken."""
-COMPUTING = 0.95
-"""Fraction of the time that the slowest island should compute."""
-EVERY = (32, 64, 128, 256, 512)
-"""Steps between synchronisations: the literature's laws are fitted at 30, and a longer interval learns less."""
-BITS = (8, 4)
-"""What is proven here to learn like data parallelism, then half of that."""
 FEW = 4
 """Groups of which every number of the fastest is tried."""
-FRAGMENTS = (1, 2, 4, 8, 16)
-DELAYS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
-LATEST = 4
-"""A delay is at most this fraction of the interval: what is mixed in later is old."""
-
-# Seconds of one core for each number that a rank owns, measured with the engine's own operations.
-ENCODE = {32: 3e-9, 16: 3e-9, 8: 8.5e-9, 4: 10.7e-9}
-"""Subtract, round, and keep what rounding lost: between two steps."""
-DECODE, STEP = 21e-9, 14.5e-9
-"""Beside the training: what one island has sent, and the outer optimizer's step."""
-
 Ask = Callable[[ClusterSpec, int], Question]
 """The user's question about a cluster, with a global batch."""
 
@@ -292,7 +276,7 @@ def _candidate(
         chosen.append(replace(known[key], question=ask(group.cluster, weight * part)))
     paths = Paths(groups, members)
     uneven = {"batch_weights": format_weights(weights)} if max(weights) > min(weights) else {}
-    return Candidate(paths, tuple(chosen), *_mildest(paths, chosen, {**wanted, **uneven}))
+    return Candidate(paths, tuple(chosen), *mildest(paths, chosen, {**wanted, **uneven}))
 
 
 def _planned(groups: Groups, found: Candidate) -> IslandsPlan:
@@ -301,10 +285,12 @@ def _planned(groups: Groups, found: Candidate) -> IslandsPlan:
     times = tuple(island_times(plan, spec) for plan in chosen)
     runs = {str(plan.layout): replace(plan.run_with({}), islands=spec) for plan in chosen}
     layouts = [str(plan.layout) for plan in chosen]
+    block_bytes = next(spec.block_bytes(run.training.weights) for run in runs.values())
     transfers, sent = [], [0] * len(chosen)
     for fragment in range(spec.fragments):
+        homes = {layout: homes_of(run, fragment) for layout, run in runs.items()}
         pairs = {
-            (own, other): sent_between(runs[own], runs[other], fragment)
+            (own, other): sent_between(homes[own], homes[other], block_bytes)
             for own, other in combinations_with_replacement(runs, 2)
         }
         pairs |= {(other, own): each for (own, other), each in pairs.items()}
@@ -313,7 +299,7 @@ def _planned(groups: Groups, found: Candidate) -> IslandsPlan:
         for number, row in enumerate(between):
             sent[number] += sum(each.bytes for place, each in enumerate(row) if place != number)
     prediction = endless(spec, times, transfers, paths.decide)
-    seconds = _seconds(times, prediction)
+    seconds = mean_seconds(times, prediction)
     return IslandsPlan(
         groups=groups,
         names=tuple(group.name for group in paths.members),
@@ -330,11 +316,6 @@ def _planned(groups: Groups, found: Candidate) -> IslandsPlan:
     )
 
 
-def _seconds(times: Sequence[IslandTimes], prediction: Prediction) -> float:
-    """Of a step on average: all islands take as many in the same time."""
-    return min(each.step for each in times) / prediction.computing
-
-
 def _hidden(timeline: Timeline, spec: IslandsSpec) -> float:
     """Fast islands wait for slow ones however fast the link: so only what all of them wait counts."""
     found = []
@@ -343,58 +324,6 @@ def _hidden(timeline: Timeline, spec: IslandsSpec) -> float:
         if spec.every < each.due <= 8 * spec.every:
             found.append(1 - min(min(each.waited), whole) / whole if whole > 0 else 1.0)
     return sum(found) / len(found)
-
-
-def island_times(plan: Plan, spec: IslandsSpec) -> IslandTimes:
-    """What a round costs one island: its numbers travel to their owners, to CPU memory, and back."""
-    question = plan.question
-    machine = question.machine
-    numbers = question.model.parameters / spec.fragments / plan.layout.world_size
-    moved = 4.0 * numbers * (1 / machine.chip.host_link + 1 / machine.fabric.outer_bandwidth)
-    return IslandTimes(
-        step=plan.seconds,
-        encode=moved + ENCODE[spec.bits] * numbers,
-        outer=(STEP + DECODE * spec.count) * numbers,
-        apply=moved,
-    )
-
-
-def _mildest(paths: Paths, chosen: Sequence[Plan], wanted: Mapping[str, Any]) -> tuple[IslandsSpec, float]:
-    """The table with which the slowest island computes enough: the shortest interval, then the most bits, the shortest
-    delay and the fewest fragments; where none is enough, the one with which it computes most. And seconds of a step."""
-    best: tuple[IslandsSpec, float] | None = None
-    ranks = max(plan.layout.world_size for plan in chosen)
-    slowest = max(plan.seconds for plan in chosen)
-    for spec in _specs(chosen, wanted):
-        pairs = len(chosen)
-        sizes = fragment_bytes(spec, chosen[0].question.model)
-        transfers = [paths.seconds([[Sent(size, ranks)] * pairs] * pairs) for size in sizes]
-        times = [island_times(plan, spec) for plan in chosen]
-        seconds = _seconds(times, endless(spec, times, transfers, paths.decide))
-        if slowest >= COMPUTING * seconds:
-            return spec, seconds
-        if best is None or seconds < best[1]:
-            best = spec, seconds
-    assert best is not None
-    return best
-
-
-def _specs(chosen: Sequence[Plan], wanted: Mapping[str, Any]) -> Iterator[IslandsSpec]:
-    model = chosen[0].question.model
-    most = model.layers + model.prediction_layers + 2
-
-    def of(name: str, usual: Sequence[int]) -> Sequence[int]:
-        return (wanted[name],) if name in wanted else usual
-
-    given = {name: value for name, value in wanted.items() if name not in ("every", "bits", "delay", "fragments")}
-    for every in of("every", EVERY):
-        for bits in of("bits", BITS):
-            for delay in of("delay", [each for each in DELAYS if each * LATEST <= every]):
-                for fragments in of("fragments", [each for each in FRAGMENTS if each <= min(most, every)]):
-                    table = {"every": every, "bits": bits, "delay": delay, "fragments": fragments, **given}
-                    spec = decode(IslandsSpec, {**table, "count": len(chosen)}, "islands")
-                    spec.check_model(model)
-                    yield spec
 
 
 # Without islands.

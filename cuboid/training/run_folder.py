@@ -21,6 +21,7 @@ from cuboid.checkpoint.verify import require_state
 from cuboid.console import say
 from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
+from cuboid.outputs import check_way
 from cuboid.readers import Missing, Unreadable, open_plain, read_text
 from cuboid.secure_channel import NAME as SECRET
 from cuboid.spec.run import Run, dump_run, load_run
@@ -175,7 +176,7 @@ def prepare_folder(run: Run, overwrite: bool = False, take_over: bool = False) -
 
 
 def check_folders(run: Run) -> None:
-    """`new/../kept` is no folder before `new` is there, and `kept` after: the run in it would be missed now."""
+    """No store that ends with a process, no way through a folder that is not there."""
     for name, told in (("output", run.output.folder), ("checkpoint", run.checkpoint.folder)):
         protocol, _, path = told.rpartition("://")
         if protocol == "memory":
@@ -183,13 +184,10 @@ def check_folders(run: Run) -> None:
                 f"{name}.folder={told} is the memory of one process and ends with it; use a path, a store such as "
                 "s3://bucket/folder, or checkpoint.memory_every"
             )
-        parts = Path(path).parts if protocol in ("", "file", "local") else ()
-        for place in (index for index, part in enumerate(parts) if part == ".."):
-            if not (before := Path(*parts[:place])).is_dir():
-                works = os.path.realpath(path) if Path(path).is_absolute() else os.path.relpath(os.path.realpath(path))
-                raise UserError(
-                    f"{name}.folder={told} goes through {before}, which is no folder; use {name}.folder={works}"
-                )
+        if protocol in ("file", "local"):
+            check_way(f"{name}.folder={protocol}://", path)
+        elif not protocol:
+            check_way(f"{name}.folder=", path)
 
 
 def _write_run(run: Run, folder: Path) -> None:

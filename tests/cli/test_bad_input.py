@@ -203,6 +203,24 @@ def test_a_way_through_a_folder_that_is_not_there_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("job", "named"),
+    [
+        ("data build text.txt --output new/../run", "output=new/../run"),
+        ("export run --to hf:new/../run", "hf:new/../run"),
+        ("checkpoint copy run new/../run", "target=new/../run"),
+    ],
+)
+def test_a_store_or_export_reached_through_a_folder_that_is_not_there_is_refused(
+    run_folder: Path, job: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("text.txt").write_text("Some words.\n")
+    assert f"{named} goes through new, which is no folder; use {named.partition('new')[0]}run" in refusal(
+        job.split(), capsys
+    )
+    assert not Path("new").exists()
+
+
+@pytest.mark.parametrize(
     ("folder", "sentence"),
     [
         ("memory://kept", "checkpoint.folder=memory://kept is the memory of one process and ends with it; use a path"),

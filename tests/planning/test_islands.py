@@ -13,8 +13,9 @@ from cuboid.errors import UserError
 from cuboid.planning.island_alternatives import as_one_job
 from cuboid.planning.island_batches import share, weights_by_speed
 from cuboid.planning.island_file import dump_islands_plan, load_islands_plan
-from cuboid.planning.island_links import Paths, Sent, sent_between
-from cuboid.planning.islands import COMPUTING, IslandsPlan, parse_wanted, plan_islands
+from cuboid.planning.island_links import Paths, Sent, homes_of, sent_between
+from cuboid.planning.island_table import COMPUTING
+from cuboid.planning.islands import IslandsPlan, parse_wanted, plan_islands
 from cuboid.planning.question import Question
 from cuboid.spec.block_owners import wire_bytes
 from cuboid.spec.cluster import ClusterSpec
@@ -152,9 +153,11 @@ def test_bytes_are_those_the_engine_counts() -> None:
     other = replace(run, layout=Layout.parse("pp=2,dp=3,zero=3"))
     for fragment in range(3):
         of_ranks = [wire_bytes(run, fragment, rank, other) for rank in range(4)]
-        assert sent_between(run, other, fragment).bytes == sum(sent for sent, _ in of_ranks)
-        assert sent_between(run, other, fragment).bytes == sent_between(other, run, fragment).bytes
-        assert sent_between(run, other, fragment).connections >= 6
+        here, there = homes_of(run, fragment), homes_of(other, fragment)
+        sent = sent_between(here, there, spec.block_bytes("float32"))
+        assert sent.bytes == sum(sent for sent, _ in of_ranks)
+        assert sent == sent_between(there, here, spec.block_bytes("float32"))
+        assert sent.connections >= 6
 
 
 def test_the_narrowest_of_links_and_uplinks_counts(tmp_path: Path) -> None:

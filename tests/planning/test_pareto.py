@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cuboid.cost.goodput import PUBLISHED, Costs, recommend
 from cuboid.errors import UserError
 from cuboid.planning.choose import each_size, resized_search
-from cuboid.planning.islands import COMPUTING
+from cuboid.planning.island_table import COMPUTING
 from cuboid.planning.pareto import TrainingOption, best, cluster_of, front, training_options, with_smaller_parts
 from cuboid.planning.pareto_picture import svg
 from cuboid.planning.question import Question, every_size, resized, sizes

@@ -21,6 +21,7 @@ from cuboid.checkpoint.state import AVERAGE, PARAMETER
 from cuboid.checkpoint.weights import Weights, find_checkpoint
 from cuboid.errors import UserError
 from cuboid.model.huggingface import Origin, from_huggingface, parameter_shapes, to_huggingface
+from cuboid.outputs import check_way
 from cuboid.spec.huggingface_writer import config_from_model
 from cuboid.spec.run import Run
 
@@ -129,6 +130,7 @@ def export_model(
 ) -> ExportReport:
     """Weights in `dtype`; skipped, bf16 of a run that computed in it and float32 of every other. `progress` is told
     how many files of all are written. `average`: not the weights, but their moving average."""
+    check_way("hf:", target)
     if target.exists() or target.is_symlink():
         raise UserError(f"hf:{target} exists already; name a folder that does not")
     checkpoint, manifest, warnings = find_checkpoint(source)
