@@ -224,7 +224,7 @@ def test_a_store_or_export_reached_through_a_folder_that_is_not_there_is_refused
     ("folder", "sentence"),
     [
         ("memory://kept", "checkpoint.folder=memory://kept is the memory of one process and ends with it; use a path"),
-        ("file:///none/../kept", "goes through /none, which is no folder; use checkpoint.folder=/kept"),
+        ("file:///none/../kept", "goes through /none, which is no folder; use checkpoint.folder=file:///kept"),
     ],
 )
 def test_a_store_that_would_be_lost_or_missed_is_refused(
