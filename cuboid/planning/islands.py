@@ -124,9 +124,11 @@ def parse_wanted(text: str) -> dict[str, Any]:
 
 def plan_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping[str, Any]) -> IslandsPlan:
     """`global_batch`: sequences in a step of all islands together. `wanted`: fields of [islands] the user decides."""
-    with meanwhile(partial(_alternatives, groups, ask, global_batch)) as alternatives:
+    with meanwhile(partial(_jobs, groups, ask, global_batch)) as jobs:
         best = _planned(groups, fastest_islands(groups, ask, global_batch, wanted))
-        return _compared(best, alternatives(), global_batch)
+        first = fastest_alone(groups, ask, global_batch)
+        alone = without_islands(first.name, ask, first.cluster, global_batch)
+        return _compared(best, alone, *jobs(), global_batch)
 
 
 def islands_alone(groups: Groups, ask: Ask, global_batch: int) -> IslandsPlan:
@@ -142,7 +144,7 @@ def fastest_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping
     for count in _counts(by_speed):
         members = tuple(group for group in groups.groups if group in by_speed[:count])
         for weights in _weights(global_batch, [1 / seconds[group.name] for group in members], wanted):
-            slowest = max(zip(members, weights, strict=True), key=lambda each: each[1] * seconds[each[0].name])
+            slowest = _slowest(members, weights, seconds)
             ways.append((_most(*slowest, sum(weights), ask, global_batch), members, weights))
     if not ways and len(by_speed) > 1:
         raise UserError(
@@ -151,18 +153,22 @@ def fastest_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping
         )
     refused: UserError | None = None
     known: dict[int, Candidate] = {}
-    fastest_known = 0.0
-    # The likely fastest first: what cannot come near it is not planned.
+    plans: dict[tuple[ClusterSpec, int], Plan] = {}
+    # The likely fastest first: what cannot be chosen is not planned.
     for place in sorted(range(len(ways)), key=lambda place: -ways[place][0]):
         most, members, weights = ways[place]
-        if most * MORE < fastest_known:
+        uneven = max(weights) > min(weights)
+        if not _may_be_chosen(place, most, uneven, known):
             continue
         try:
-            known[place] = _candidate(groups, members, ask, global_batch, weights, wanted)
+            part = share(global_batch, sum(weights))
+            group, weight = _slowest(members, weights, seconds)
+            plan = _plan_of(group, weight * part, ask, plans)
+            most = part * sum(weights) * plan.question.sequence / plan.seconds
+            if _may_be_chosen(place, most, uneven, known):
+                known[place] = _candidate(groups, members, ask, global_batch, weights, wanted, plans)
         except UserError as reason:
             refused = refused or reason
-            continue
-        fastest_known = max(fastest_known, known[place].tokens_per_second)
     best: Candidate | None = None
     for _, found in sorted(known.items(), key=lambda each: each[0]):
         if best is None or found.tokens_per_second > _worth(best, found) * best.tokens_per_second:
@@ -185,6 +191,10 @@ def _why_not(groups: Groups, planned: Mapping[str, float], ask: Ask, global_batc
     return ""
 
 
+def _slowest(members: Sequence[Group], weights: Sequence[int], seconds: Mapping[str, float]) -> tuple[Group, int]:
+    return max(zip(members, weights, strict=True), key=lambda each: each[1] * seconds[each[0].name])
+
+
 def _most(slowest: Group, weight: int, parts: int, ask: Ask, global_batch: int) -> float:
     """Tokens a second of islands, which take as many steps as the slowest one, if nothing else took time."""
     part = share(global_batch, parts)
@@ -194,6 +204,17 @@ def _most(slowest: Group, weight: int, parts: int, ask: Ask, global_batch: int) 
         return 0.0
     best = resized_search(question)
     return parts * part * question.sequence * SIMULATED / best[0] if best else 0.0
+
+
+def _may_be_chosen(place: int, most: float, uneven: bool, known: Mapping[int, Candidate]) -> bool:
+    """Whether a way with so many tokens a second at most can be: `_worth` says what it must be better than, and a later
+    way that is better by `MORE` is chosen in place of any before it."""
+    return all(
+        most > found.tokens_per_second * (MORE if uneven else 1)
+        if before < place
+        else most * MORE >= found.tokens_per_second
+        for before, found in known.items()
+    )
 
 
 def _worth(best: Candidate, found: Candidate) -> float:
@@ -265,18 +286,21 @@ def _candidate(
     global_batch: int,
     weights: tuple[int, ...],
     wanted: Mapping[str, Any],
+    plans: dict[tuple[ClusterSpec, int], Plan],
 ) -> Candidate:
-    known: dict[tuple[ClusterSpec, int], Plan] = {}
-    chosen = []
     part = share(global_batch, sum(weights))
-    for group, weight in zip(members, weights, strict=True):
-        key = replace(group.cluster, name=""), weight * part
-        if key not in known:
-            known[key] = fastest(ask(group.cluster, weight * part))
-        chosen.append(replace(known[key], question=ask(group.cluster, weight * part)))
+    chosen = [_plan_of(group, weight * part, ask, plans) for group, weight in zip(members, weights, strict=True)]
     paths = Paths(groups, members)
     uneven = {"batch_weights": format_weights(weights)} if max(weights) > min(weights) else {}
     return Candidate(paths, tuple(chosen), *mildest(paths, chosen, {**wanted, **uneven}))
+
+
+def _plan_of(group: Group, batch: int, ask: Ask, known: dict[tuple[ClusterSpec, int], Plan]) -> Plan:
+    """Groups that are alike have one layout."""
+    key = replace(group.cluster, name=""), batch
+    if key not in known:
+        known[key] = fastest(ask(group.cluster, batch))
+    return replace(known[key], question=ask(group.cluster, batch))
 
 
 def _planned(groups: Groups, found: Candidate) -> IslandsPlan:
@@ -329,20 +353,20 @@ def _hidden(timeline: Timeline, spec: IslandsSpec) -> float:
 # Without islands.
 
 
-Alternatives = tuple[Alternative | UserError, Alternative | UserError, Alternative | None]
-"""One group alone, one job of equal parts, one of unequal parts."""
-
-
-def _alternatives(groups: Groups, ask: Ask, global_batch: int) -> Alternatives:
-    first = fastest_alone(groups, ask, global_batch)
-    alone = without_islands(first.name, ask, first.cluster, global_batch)
+def _jobs(groups: Groups, ask: Ask, global_batch: int) -> tuple[Alternative | UserError, Alternative | None]:
+    """One job of equal parts, one of unequal parts."""
     together = without_islands("one job", ask, as_one_job(groups), global_batch)
-    return alone, together, unequal_job(groups, ask, global_batch)
+    return together, unequal_job(groups, ask, global_batch)
 
 
-def _compared(best: IslandsPlan, alternatives: Alternatives, global_batch: int) -> IslandsPlan:
+def _compared(
+    best: IslandsPlan,
+    alone: Alternative | UserError,
+    together: Alternative | UserError,
+    unequal: Alternative | None,
+    global_batch: int,
+) -> IslandsPlan:
     """With what else could be done with the same groups."""
-    alone, together, unequal = alternatives
     notes = []
     batch = sum(plan.question.global_batch for plan in best.plans)
     if batch != global_batch:
