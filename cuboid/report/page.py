@@ -191,11 +191,15 @@ class _Handler(BaseHTTPRequestHandler):
             )
         self.server.know(self.connection)
         path = self.path[len(self.server.root) :]
+        if path not in ("", "data.json"):
+            return self._answer(404, "text/plain", "only / and /data.json are here\n")
+        try:
+            data = self.server.fresh.data()
+        except (UserError, OSError) as problem:  # of a run that was damaged or removed meanwhile
+            return self._answer(503, "text/plain", f"{problem}\n")
         if path == "":
-            return self._answer(200, "text/html", page(self.server.fresh.data(), live=True))
-        if path == "data.json":
-            return self._answer(200, "application/json", json.dumps(self.server.fresh.data(), allow_nan=False))
-        return self._answer(404, "text/plain", "only / and /data.json are here\n")
+            return self._answer(200, "text/html", page(data, live=True))
+        return self._answer(200, "application/json", json.dumps(data, allow_nan=False))
 
     def _answer(self, status: int, kind: str, text: str) -> None:
         body = text.encode()

@@ -318,4 +318,6 @@ def _number(value: float | None, how: str) -> str:
 
 
 def _duration(seconds: float | None) -> str:
-    return "–" if seconds is None else str(timedelta(seconds=round(seconds)))
+    if seconds is None or seconds > timedelta.max.total_seconds():
+        return "–"
+    return str(timedelta(seconds=round(seconds)))

@@ -189,7 +189,9 @@ def show(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def require_in_range(instance: object, where: str, names: Sequence[str], *, low: int, high: int | None = None) -> None:
+def require_in_range(
+    instance: object, where: str, names: Sequence[str], *, low: int, high: float | None = None
+) -> None:
     """Refuses a field that is below `low` or above `high`."""
     for name in names:
         value = getattr(instance, name)

@@ -14,6 +14,8 @@ NUMBERS = (
     *("seconds", "tokens", "tokens_per_second", "labelled_tokens", "learning_rate", "time", "goodput", "peak"),
     *("loss_scale", "overflows", "first", "clock"),
 )
+LARGEST, SHORTEST = 1e30, 1e-9
+"""Beyond these no number of a run is, and no step in seconds: sums and quotients of them stay finite."""
 NUMBERS_OR_NONE = ("loss", "gradient_norm", "activation_rms", "validation_loss", "z_loss")
 """JSON has no word for what is not finite."""
 NUMBERS_OF_SAVES = ("step", "bytes", "stall_seconds", "write_seconds")
@@ -58,6 +60,8 @@ def is_metric(row: Row) -> bool:
     return (
         _is_count(row.get("step"))
         and _numbers(row, NUMBERS)
+        and all(abs(row.get(name, 0)) <= LARGEST for name in NUMBERS)
+        and (not row.get("seconds") or row["seconds"] >= SHORTEST)
         and all(row.get(name) is None or is_finite(row[name]) for name in NUMBERS_OR_NONE)
         and isinstance(row.get("finite", True), bool)
         and isinstance(row.get("left_out", ""), str)

@@ -77,6 +77,9 @@ DAMAGE = {
     "digits": b'{"step": ' + b"9" * 5000 + b"}\n",
     "infinite": b'{"step": 2, "loss": 1e999}\n',
     "no tokens": b'{"step": 2, "loss": 1.0, "gradient_norm": 1.0, "seconds": 0.1}\n',
+    "no time": b'{"step": 2, "loss": 1.0, "gradient_norm": 1.0, "seconds": 5e-324, "tokens": 64}\n',
+    "back in time": b'{"step": 2, "loss": 1.0, "gradient_norm": 1.0, "seconds": -1, "tokens": 64}\n',
+    "for ever": b'{"step": 2, "loss": 1.0, "gradient_norm": 1.0, "seconds": 1e308, "tokens": 64}\n',
 }
 
 

@@ -115,6 +115,12 @@ def test_warnings_stand_above_the_loss(folder: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.startswith(f"warning: step 4: {wrong[0]['text']}\nstep  4/10")
 
 
+def test_a_time_that_no_calendar_has_is_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(folder / "metrics.jsonl", [row(step, seconds=1e20) for step in (1, 2, 3)])
+    assert main(["watch", str(folder), "--once"]) == 0
+    assert "left –" in capsys.readouterr().out
+
+
 def test_many_ranks_leave_room(tmp_path: Path) -> None:
     make_run(tmp_path, "pp=8", 10)
     watched = Watched.open(tmp_path)
@@ -189,7 +195,7 @@ def get(address: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, dict(answer.headers), answer.read()
     except urllib.error.HTTPError as error:
-        return error.code, dict(error.headers), b""
+        return error.code, dict(error.headers), error.read()
 
 
 def test_the_served_page_follows_the_run(folder: Path, address: str) -> None:
@@ -211,6 +217,19 @@ def test_the_served_page_follows_the_run(folder: Path, address: str) -> None:
         serve(folder, "127.0.0.1", int(address.rsplit(":", 1)[1].strip("/")), with_search=False)
     with pytest.raises(UserError, match=r"é\.\.a port=0 cannot be listened on: no host has this name"):
         serve(folder, "é..a", 0, with_search=False)
+
+
+def test_a_served_run_that_is_damaged_or_removed_says_so_until_it_is_mended(folder: Path, address: str) -> None:
+    whole = (folder / "metrics.jsonl").read_bytes()
+    (folder / "metrics.jsonl").write_text("junk\njunk\n")
+    for place in (address, f"{address}data.json"):
+        status, _, text = get(place)
+        assert status == 503 and text.endswith(b"remove that line, or copy the file again\n"), text
+    (folder / "metrics.jsonl").write_bytes(whole)
+    assert get(f"{address}data.json")[0] == 200
+    folder.rename(folder.with_name("removed"))
+    status, _, text = get(address)
+    assert status == 503 and b"does not exist; name the folder of a run" in text
 
 
 def test_elsewhere_than_on_loopback_the_address_has_a_token(folder: Path) -> None:

@@ -6,7 +6,8 @@ async function look() {
   try {
     const answer = await fetch("data.json", { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
     if (answer.status === 200) { tag = answer.headers.get("ETag"); render(await answer.json()); }
-    failed = 0; mark.textContent = "● live";
+    if (answer.status === 503) { failed += 1; mark.textContent = "○ " + (await answer.text()).trim(); }
+    else { failed = 0; mark.textContent = "● live"; }
   } catch { failed += 1; mark.textContent = "○ not reached"; }
   setTimeout(look, failed ? Math.min(30000, 3000 * failed) : 3000);
 }
