@@ -18,6 +18,9 @@ NORM = 1e-3
 UPDATE = 0.02
 """Of a learning rate: how near parameters are to what the optimizer makes of the gradients."""
 
+CLIPPED = ("attention.query.bias", "attention.key.bias")
+"""Of what AdamW updates, what QK-clip scales."""
+
 
 def norm_of(observed: Trace) -> Bound:
     """The gradient norm beside that of the gradients themselves."""
@@ -38,7 +41,12 @@ def replayed(run: Run, observed: Trace, start: Tensors) -> list[Tensors]:
     them, without those that another has."""
     if run.optimizer.is_own or isinstance(run.model, PythonModelSpec):
         return []
-    names = [name for name, value in start.items() if not (run.optimizer.is_muon and value.ndim > 1)]
+    clipped = CLIPPED if run.optimizer.qk_clip else ()  # scaled once more, behind the update
+    names = [
+        name
+        for name, value in start.items()
+        if not (run.optimizer.is_muon and value.ndim > 1) and not name.endswith(clipped)
+    ]
     parameters = {name: start[name].clone().requires_grad_() for name in names}
     updates, found = Updates(run, parameters), []
     for step, gradients in enumerate(observed.gradients):

@@ -249,6 +249,11 @@ def test_master_weights_beside_16_bits(pool: Pool) -> None:
     assert_equal(pool, muon("dp=2,tp=2,zero=3", "training.precision=bf16"))
 
 
+def test_biases_that_are_clipped_beside_16_bits(pool: Pool) -> None:
+    clipped = ("optimizer.qk_clip=0.01", "model.qkv_bias=true", "training.precision=bf16")
+    assert_equal(pool, muon("dp=2", *clipped))
+
+
 CHAIN = ["dp=2,tp=2,zero=3", "tp=2,pp=2", "dp=4,zero=1,shard=2", "cp=2,dp=2,zero=2"]
 
 
