@@ -37,6 +37,10 @@ class Sampled:
     state: dict[str, Tensor]
 
 
+CLIPPED = ("attention.query.bias", "attention.key.bias")
+"""Of what AdamW updates, what QK-clip scales."""
+
+
 class Updates(CheckDefaults):
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         self._engine, self._optimizer = engine, optimizer
@@ -120,7 +124,8 @@ class Updates(CheckDefaults):
         rate = learning_rate(run.learning_rate, step - 1, run.training.steps) * shard.part.rate_factor
         place = (step, None, self._engine.groups.world.index)
         name = shard.part.name
-        if "exp_avg" in before.state and not spec.is_own:
+        clipped = spec.qk_clip > 0 and name.endswith(CLIPPED)  # scaled once more, behind the update
+        if "exp_avg" in before.state and not spec.is_own and not clipped:
             right = self._adamw(before, rate, shard)
             unit = rate or 1.0
             allowed = ALLOWED[dtype] + 4 * ROUNDING[dtype] * float(before.weights.abs().max()) / unit

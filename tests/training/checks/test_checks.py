@@ -61,6 +61,12 @@ def test_what_is_right_is_not_said_to_be_wrong(pool: Pool, layout: str, model: s
     assert warnings_of(pool, run) == []
 
 
+def test_biases_that_qk_clip_scales_are_not_said_to_be_wrong(pool: Pool) -> None:
+    clipped = ("model.layers=2", "model.qkv_bias=true", "optimizer.kind=muon", "optimizer.qk_clip=0.01")
+    run = checked(verification_run("dp=2", "tiny-llama", clipped, dtype="float64"), 4, every=1)
+    assert warnings_of(pool, run) == []
+
+
 def test_what_is_wrong_stops_the_run_if_it_is_to(pool: Pool) -> None:
     run = checked(CATALOGUE["norm-of-one-stage"].run("float64"), 3, wrong="stop")
     with pytest.raises(UserError, match=r"gradient norm.*checks\.wrong=warn"):
