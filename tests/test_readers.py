@@ -21,11 +21,11 @@ from cuboid import readers
 from cuboid.data.documents import find_inputs, read_rows
 from cuboid.data.tokenizer import byte_tokenizer, load_tokenizer
 from cuboid.errors import LONGEST, UserError, one_sentence
+from cuboid.outputs import check_output, write_output
 from cuboid.readers import (
     LARGEST_LINE,
     Missing,
     Unreadable,
-    check_output,
     open_inflated,
     open_plain,
     open_safetensors,
@@ -36,7 +36,6 @@ from cuboid.readers import (
     read_line,
     read_text,
     read_toml,
-    write_output,
 )
 from cuboid.spec.load import build_model
 from cuboid.spec.run import build_run

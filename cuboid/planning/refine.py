@@ -266,9 +266,9 @@ def _may_spare(question: Question, space: Space, seconds: Array, reached: float)
     return where[(LEAST_LEFT + (1 - LEAST_LEFT) * again) * seconds[where] <= reached]
 
 
-def mixable(question: Question, found: Scores, reached: float) -> Iterator[tuple[float, Space]]:
+def mixable(question: Question, found: Scores, reached: float) -> Iterator[tuple[Array, Space]]:
     """The layouts that fit and would not with one kind less, the fastest of these first, some at a time with the
-    seconds that none of them undercuts."""
+    seconds that each does not undercut."""
     more = found.take(np.flatnonzero(found.fits))
     more = more.take(_may_spare(question, more.space, more.seconds, reached))
     memory = memory_of(question, lighter(more.space))
@@ -281,7 +281,8 @@ def mixable(question: Question, found: Scores, reached: float) -> Iterator[tuple
     order = order[seconds[order] <= reached]
     start, count = 0, AT_ONCE
     while start < len(order):
-        yield float(seconds[order[start]]), more.space.take(order[start : start + count])
+        some = order[start : start + count]
+        yield seconds[some], more.space.take(some)
         start, count = start + count, 8 * count  # few of many win anything: they are soon looked at together
 
 

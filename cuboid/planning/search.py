@@ -361,9 +361,15 @@ def _scheduled(question: Question, space: Space) -> Space:
 
 def _with_mixes(question: Question, best: Scores, found: Scores, keep: int, distinct: Distinct, limit: float) -> Scores:
     """The best with those of others that are faster with some of their layers recomputed."""
-    for bound, space in mixable(question, found, min(_place(best, keep, distinct), limit)):
-        if bound > min(_place(best, keep, distinct), limit):
+    for bounds, space in mixable(question, found, min(_place(best, keep, distinct), limit)):
+        if bounds[0] > min(_place(best, keep, distinct), limit):
             break
+        if distinct == "size":  # one of each is kept
+            known = dict(zip(best.space.world_size.tolist(), best.seconds.tolist(), strict=True))
+            reached = np.array([known.get(size, np.inf) for size in space.world_size.tolist()])
+            space = space.take(np.flatnonzero(bounds <= reached))
+            if not len(space):
+                continue
         best = concatenated([best, mixed(question, space)]).best(keep, "time", distinct)
     return best
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from cuboid.checkpoint.folder import checkpoints, clear, newest_whole, require_checkpoints, step_of
 from cuboid.checkpoint.location import Location, locate
-from cuboid.checkpoint.manifest import parse_run, run_of
+from cuboid.checkpoint.manifest import MANIFEST, parse_run, run_of
 from cuboid.checkpoint.memory.folder import IDENTITY, forget, identity_of, newest_in_memory, write_identity
 from cuboid.checkpoint.owner import Owner, check_writable, look, own
 from cuboid.checkpoint.terms import PATTERN as LEADERS
@@ -149,7 +149,7 @@ def prepare_folder(run: Run, overwrite: bool = False, take_over: bool = False) -
         if overwrite:
             _check_cleared(run, other)
         else:
-            said = _check_past(run, folder, other)
+            said = _check_past(run, folder, other, claims.names[0] if claims.names else MANIFEST)
         _check_own_file(folder)
         require_checkpoints(checkpoint_folder(run))
         check_writable(run, checkpoint_folder(run))
@@ -253,14 +253,15 @@ def _other_owner(run: Run, owner: Owner | None) -> Owner | None:
     return Owner("", wrote, "", manifest.run)
 
 
-def _check_past(run: Run, folder: Path, other: Owner | None) -> str:
-    """Refuse what the folder, or the checkpoints there are, cannot continue with. `other`: the run they are of."""
+def _check_past(run: Run, folder: Path, other: Owner | None, written: str) -> str:
+    """Refuse what the folder, or the checkpoints there are, cannot continue with. `other`: the run they are of.
+    `written`: the file that says so."""
     known = (folder / RUN_FILE).exists()
     if known:
         check_same_training(load_run(folder / RUN_FILE), run)
         _check_logs(folder)
     if other is not None:
-        check_same_training(parse_run(checkpoint_folder(run), "owner", other.run), run, other.named)
+        check_same_training(parse_run(checkpoint_folder(run), written, other.run), run, other.named)
     # Names and sizes only: the ranks compare checksums as they read.
     found, manifest, _ = newest_whole(checkpoint_folder(run), contents=False)
     if found is None or manifest is None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, checksum_of_bytes, read_manifest
-from cuboid.checkpoint.owner import FILE as OWNER
+from cuboid.checkpoint.owner import FIRST as OWNER
 from cuboid.checkpoint.save import load, save
 from cuboid.checkpoint.storage import whole_tensors
 from cuboid.checkpoint.verify import damages, verify

@@ -48,7 +48,7 @@ def _(patches: Patches) -> None:
 def _(patches: Patches) -> None:
     """The ring rotates keys across the whole sequence, whatever documents are packed in it."""
     plain = Ring.__init__
-    patches.put(Ring, "__init__", lambda self, group, length, documents: plain(self, group, length, None))
+    patches.put(Ring, "__init__", lambda self, group, length, documents, *more: plain(self, group, length, None, *more))
 
 
 @bug(
@@ -63,8 +63,8 @@ def _(patches: Patches) -> None:
     """Context parallelism replaces the mask of packed documents by a causal one."""
     plain = Gathering.__init__
 
-    def init(self: Any, group: Any, length: int, documents: Any, window: int = 0) -> None:
-        plain(self, group, length, None, window)
+    def init(self: Any, group: Any, length: int, documents: Any, *more: Any) -> None:
+        plain(self, group, length, None, *more)
 
     patches.put(Gathering, "__init__", init)
 
@@ -82,8 +82,8 @@ def _(patches: Patches) -> None:
     """The window is off by one where sequences are split."""
     plain = Gathering.__init__
 
-    def init(self: Any, group: Any, length: int, documents: Any, window: int = 0) -> None:
-        plain(self, group, length, documents, window - 1 if window else 0)
+    def init(self: Any, group: Any, length: int, documents: Any, window: int = 0, *more: Any) -> None:
+        plain(self, group, length, documents, window - 1 if window else 0, *more)
 
     patches.put(Gathering, "__init__", init)
 
