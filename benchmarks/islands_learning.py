@@ -310,6 +310,7 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> None:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
+    folder.mkdir(parents=True, exist_ok=True)
     for model in dict.fromkeys(row["model"] for row in rows):
         figure, axes = pyplot.subplots(figsize=(7, 4))
         some = [row for row in rows if row["model"] == model]
