@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ def _nothing() -> Iterator[None]:
 def train_poisoned(
     rank: int, run: Run, batches: frozenset[int], culprit: int, passing: frozenset[int] = frozenset()
 ) -> Outcome:
+    Path(run.output.folder).mkdir(parents=True, exist_ok=True)
     trainer = Poisoned(run, rank, CPU, quiet=True)
     trainer.batches, trainer.culprit, trainer.passing = batches, culprit, passing
     return trainer.train()
@@ -83,6 +85,7 @@ def flipped(rank: int, run: Run, culprit: int, name: str) -> tuple[list[Deviatio
 
 def train_without(rank: int, run: Run, batches: list[int]) -> float:
     """As if the batches had never been there."""
+    Path(run.output.folder).mkdir(parents=True, exist_ok=True)
     trainer = Trainer(run, rank, CPU, quiet=True)
     for batch in batches:
         trainer.engine.course.skip(batch)
@@ -110,6 +113,7 @@ class Monotonous:
 
 
 def train_on_noise(rank: int, run: Run, noise: int) -> Outcome:
+    Path(run.output.folder).mkdir(parents=True, exist_ok=True)
     trainer = Trainer(run, rank, CPU, quiet=True)
     trainer.source = Monotonous(run, noise)
     return trainer.train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 
@@ -24,6 +25,7 @@ def short_run(layout: str, folder: str, *overrides: str, model: str = "tiny-llam
 
 
 def train_rank(rank: int, run: Run) -> float:
+    Path(run.output.folder).mkdir(parents=True, exist_ok=True)
     return train(run, rank, torch.device("cpu"), quiet=True, make_sampler=Sampler).loss
 
 
