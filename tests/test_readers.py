@@ -82,6 +82,7 @@ ELSEWHERE = {
     "secure_channel.py": "the job's secret, a file that its user alone may read",
     "resilience/hang_dumps.py": "what ranks of this job wrote, and what the system says of them",
     "resilience/replan.py": "what the system says of its GPUs",
+    "outputs.py": "nothing: what it opens is written",
     "resilience/watchdog.py": "heartbeats of this job's ranks",
     "spec/cluster.py": "a file of the package",
     "spec/load.py": "files of the package",
