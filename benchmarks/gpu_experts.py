@@ -21,7 +21,8 @@ from cuboid.model import router as routing
 from cuboid.model.moe import GroupedMatmul, MoE, grouped_matmul
 from cuboid.model.rope import Positions
 from cuboid.model.split_backward import Deferral, deferrable_grouped_matmul
-from cuboid.spec.model import MixtureSpec, ModelSpec
+from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import ModelSpec
 
 DEVICE = torch.device("cuda")
 HIDDEN, WIDTH, EXPERTS, ROWS = 2048, 1024, 16, 16384

@@ -22,7 +22,8 @@ from cuboid.planning.pareto import DAY, FAILURES, TrainingOption, best, training
 from cuboid.planning.question import Question, every_size, resized
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.groups import Group, Groups, SiteLink
-from cuboid.spec.model import MixtureSpec, ModelSpec
+from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import ModelSpec
 
 KINDS = ("h100", "a100-40g", "l40s", "rtx-3090", "rtx-2080-ti", "v100-16g", "a10g", "gh200-96g", "b200", "t4", "mi300x")
 TOKENS = 1e11

@@ -19,7 +19,7 @@ _PLACES = {
     "RoutedExperts": "cuboid.model.moe",
     **dict.fromkeys(("Router", "Routing"), "cuboid.model.router"),
     "Tokens": "cuboid.model.load_balancing",
-    "MixtureSpec": "cuboid.spec.model",
+    "MixtureSpec": "cuboid.spec.mixture",
     "family": "cuboid.model.family",
     "Callback": "cuboid.training.callbacks",
     "UserError": "cuboid.errors",
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from cuboid.model.load_balancing import Tokens
     from cuboid.model.moe import RoutedExperts
     from cuboid.model.router import Router, Routing
-    from cuboid.spec.model import MixtureSpec
+    from cuboid.spec.mixture import MixtureSpec
     from cuboid.spec.sharding import EXPERT, PARTIAL, REPLICATED, VOCABULARY, split
     from cuboid.training.callbacks import Callback
 

@@ -30,7 +30,7 @@ from cuboid.model.linear import ColumnLinear, declared_split
 from cuboid.model.load_balancing import Balance
 from cuboid.model.router import Router
 from cuboid.model.transformer import summed_loss
-from cuboid.spec.model import MixtureSpec
+from cuboid.spec.mixture import MixtureSpec
 from cuboid.spec.plugin import SegmentRun
 from cuboid.spec.sharding import EXPERT, REPLICATED, TIED, VOCABULARY, Declared, ShardingRank, Split
 

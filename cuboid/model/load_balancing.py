@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from cuboid.model.initialize import hashed, key_number, shifted
-from cuboid.spec.model import MixtureSpec
+from cuboid.spec.mixture import MixtureSpec
 
 EXTRA = ("balance_loss", "z_loss", "dropped")
 """What a row of the statistics holds behind the assignments of each expert: sums over sequences, tokens and

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cuboid.kernels.precision import wide
 from cuboid.kernels.recompute import keep_matmuls
 from cuboid.model.load_balancing import Balance, Tokens, counted
-from cuboid.spec.model import MixtureSpec
+from cuboid.spec.mixture import MixtureSpec
 from cuboid.spec.sharding import BALANCE, PARTIAL, Split
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from cuboid.errors import UserError
 from cuboid.readers import Table
 from cuboid.spec.coding import show
-from cuboid.spec.model import BIAS_RATE, ROUTER_NOISE, ModelSpec
+from cuboid.spec.mixture import BIAS_RATE, ROUTER_NOISE
+from cuboid.spec.model import ModelSpec
 
 LATENT_KEYS = {
     "q_lora_rank": "q_rank",

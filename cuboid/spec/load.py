@@ -9,7 +9,8 @@ from cuboid.errors import UserError, either, nearest_names
 from cuboid.readers import Table, parse_toml, read_json, read_safetensors_header, read_toml
 from cuboid.spec.coding import decode, encode, field_types, require_known
 from cuboid.spec.huggingface import is_known, table_from_config
-from cuboid.spec.model import ModelSpec, with_balancing
+from cuboid.spec.mixture import with_balancing
+from cuboid.spec.model import ModelSpec
 from cuboid.spec.plugin import PREFIX, PythonModelSpec, build_python_model, dump_python_model, is_plugin
 
 TRANSFORMERS = "cuboid.model.transformers_model:build"

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from cuboid.errors import UserError, either, nearest_names
 from cuboid.spec.coding import check_types
 from cuboid.spec.layout import Layout, Recompute
-from cuboid.spec.model import Initialization, MixtureSpec, ModelSpec
+from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import Initialization, ModelSpec
 
 PREFIX = "python:"
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from cuboid.errors import UserError
-from cuboid.spec.model import LatentAttentionSpec, MixtureSpec, ModelSpec
+from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import LatentAttentionSpec, ModelSpec
 from cuboid.spec.plugin import PythonModelSpec
 
 Sharing = Literal["own", "tensor", "kv"]

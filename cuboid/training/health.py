@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuboid.spec.model import MixtureSpec, ModelSpec
+from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import ModelSpec
 from cuboid.spec.run import Run
 from cuboid.training.routers import DEAD_STEPS
 

@@ -15,7 +15,8 @@ from cuboid.cost.compute import (
 from cuboid.cost.constants import Engine, chip_named
 from cuboid.cost.inputs import Jobs, Shape, number
 from cuboid.spec.layout import CONTEXT_METHODS
-from cuboid.spec.model import LatentAttentionSpec, MixtureSpec, ModelSpec, load_model
+from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import LatentAttentionSpec, ModelSpec, load_model
 
 CHIP = chip_named("h100-80g")
 ENGINE = Engine(name="test")

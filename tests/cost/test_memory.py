@@ -12,7 +12,8 @@ from cuboid.cost.constants import Engine, engine_named, tables
 from cuboid.cost.inputs import Jobs, Shape, number
 from cuboid.cost.memory import Memory, kept_per_layer, memory_by_rank, peak_memory
 from cuboid.spec.layout import SCHEDULES
-from cuboid.spec.model import MixtureSpec, ModelSpec, load_model
+from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import ModelSpec, load_model
 
 PLAIN = Engine(name="plain", gradient_bytes=2.0, fixed=0.0)
 GPT = load_model("gpt3-175b")

@@ -20,7 +20,8 @@ from cuboid.cost.sharding import (
     reduction,
     tied_sum,
 )
-from cuboid.spec.model import MixtureSpec, ModelSpec, load_model
+from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import ModelSpec, load_model
 from cuboid.spec.sharding import ShardingRank, units
 
 TINY = ("tiny-llama", "tiny-gpt2", "tiny-qwen3", "tiny-mixtral", "tiny-qwen3-moe", "tiny-deepseek")

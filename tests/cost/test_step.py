@@ -14,7 +14,8 @@ from cuboid.cost.layers import layer_times
 from cuboid.cost.sharding import owned_parameters, rank_parameters
 from cuboid.cost.step import PARTS, StepTime, step_time
 from cuboid.spec.layout import SCHEDULES
-from cuboid.spec.model import MixtureSpec, ModelSpec, load_model
+from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import ModelSpec, load_model
 
 CHIP, FABRIC = chip_named("h100-80g"), fabric_named("h100")
 LLAMA = Shape.of(load_model("llama3-70b"))

@@ -20,7 +20,8 @@ from cuboid.model.moe import MoE, grouped_matmul, grouped_outer
 from cuboid.model.rope import make_positions
 from cuboid.model.router import Router, Routing, permutation_of
 from cuboid.model.transformer import Block, Transformer
-from cuboid.spec.model import MixtureSpec, load_model
+from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import load_model
 
 CPU = torch.device("cpu")
 PLAIN = MixtureSpec(experts=6, top_k=2, expert_ffn=8)

@@ -16,7 +16,8 @@ from cuboid.model.huggingface import (
 )
 from cuboid.model.transformer import Transformer
 from cuboid.spec.load import build_model
-from cuboid.spec.model import MixtureSpec, ModelSpec
+from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import ModelSpec
 
 SIZES = {"hidden": 8, "layers": 2, "heads": 2, "ffn": 12, "vocab": 5}
 LLAMA = build_model({"name": "small", "family": "llama", **SIZES})

@@ -13,7 +13,8 @@ from cuboid.planning.refine import least_kind
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.fitting import check
 from cuboid.spec.layout import RECOMPUTE, STAGES_PER_RANK, Layout
-from cuboid.spec.model import MixtureSpec, ModelSpec, load_model
+from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import ModelSpec, load_model
 from cuboid.spec.partition import longest_stage
 
 DENSE = ModelSpec(name="small", hidden=512, layers=6, heads=4, ffn=1024, vocab=1000)

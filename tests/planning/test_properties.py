@@ -18,7 +18,8 @@ from cuboid.report.source import Source
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.fitting import check
 from cuboid.spec.layout import CONTEXT_METHODS, RECOMPUTE, SCHEDULES, STAGES_PER_RANK, Layout
-from cuboid.spec.model import MixtureSpec, ModelSpec
+from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import ModelSpec
 
 quick = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 

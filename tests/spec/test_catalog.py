@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from cuboid.spec.load import build_model, catalog_models, dump_model
-from cuboid.spec.model import MixtureSpec, RopeScaling, load_model
+from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import RopeScaling, load_model
 from cuboid.spec.run import build_run
 
 PUBLISHED = {

@@ -3,7 +3,8 @@
 import pytest
 
 from cuboid.errors import UserError
-from cuboid.spec.model import LatentAttentionSpec, MixtureSpec, ModelSpec, RopeScaling, load_model
+from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import LatentAttentionSpec, ModelSpec, RopeScaling, load_model
 
 SMALL = {"hidden": 64, "layers": 2, "heads": 8, "ffn": 192, "vocab": 100}
 

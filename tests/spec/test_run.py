@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from cuboid.errors import UserError
 from cuboid.spec.layout import Layout
-from cuboid.spec.model import MixtureSpec, ModelSpec, RopeScaling
+from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import ModelSpec, RopeScaling
 from cuboid.spec.optimizer import OptimizerSpec
 from cuboid.spec.run import (
     LearningRateSpec,

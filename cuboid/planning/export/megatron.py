@@ -5,7 +5,8 @@ https://github.com/NVIDIA/Megatron-LM
 
 from cuboid.planning.export.engines import Lost, Note, noted, router_notes
 from cuboid.planning.plan import Plan
-from cuboid.spec.model import MixtureSpec, ModelSpec
+from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import ModelSpec
 
 TARGET = "Megatron-LM core 0.14"
 Flags = list[str]
