@@ -11,6 +11,8 @@ from cuboid.errors import UserError, either, nearest_names
 from cuboid.readers import LARGEST_INTEGER, is_text, parse_json
 
 T = TypeVar("T")
+LARGEST_FLOAT = 1e30
+"""Float32 holds no more than 3.4e38, and what is computed with a setting is larger than it."""
 
 TYPE_NAMES: dict[Any, str] = {
     int: "an integer",
@@ -85,6 +87,8 @@ def convert(value: object, hint: Any, where: str) -> Any:
         raise UserError(f"{where}={show(value)} is {type_name(value)}; it must be {TYPE_NAMES[hint]}")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where}={value} is not finite; it must be a finite number")
+    if isinstance(value, float) and abs(value) > LARGEST_FLOAT:
+        raise UserError(f"{where}={value:g} is too large for float32; use a number of at most {LARGEST_FLOAT:g}")
     if isinstance(value, str) and not is_text(value):
         raise UserError(f"{where}={value!r} holds a NUL or half a character; it must be text")
     return value

@@ -183,9 +183,7 @@ class LearningRateSpec:
 
     def __post_init__(self) -> None:
         check_types(self, "learning_rate")
-        require_in_range(self, "learning_rate", ("warmup_steps", "decay_steps"), low=0)
-        # Far beyond any use, and such that no number of steps makes it infinite in a row of metrics.
-        require_in_range(self, "learning_rate", ("peak",), low=0, high=1e30)
+        require_in_range(self, "learning_rate", ("peak", "warmup_steps", "decay_steps"), low=0)
         require_in_range(self, "learning_rate", ("minimum_ratio",), low=0, high=1)
         if self.python and not is_plugin(self.python):
             raise UserError(f"learning_rate.python={self.python} names no function; write python:my_schedule.py:name")

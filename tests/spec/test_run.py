@@ -133,7 +133,8 @@ def test_overrides_fill_and_clear_nested_tables() -> None:
         ("training.steps=1.5", "training.steps=1.5 has the wrong type; it must be an integer"),
         ("training.steps=0", "training.steps=0 is too small; use steps=1 or more"),
         ("learning_rate.peak=nan", "learning_rate.peak=nan is not finite; it must be a finite number"),
-        ("learning_rate.peak=1e308", "learning_rate.peak=1e+308 is too large; use peak=1e+30 or less"),
+        ("learning_rate.peak=1e308", "learning_rate.peak=1e+308 is too large for float32; use a number of at most"),
+        ("optimizer.weight_decay=-1e39", "optimizer.weight_decay=-1e+39 is too large for float32; use a number of at"),
         ("learning_rate.minimum_ratio=2", "learning_rate.minimum_ratio=2.0 is too large; use minimum_ratio=1 or less"),
         (
             "training.deterministic=1",
