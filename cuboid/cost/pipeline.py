@@ -117,6 +117,16 @@ def waited_transfers(jobs: Jobs, engine: Engine) -> Array:
     return np.asarray(jobs.micro_batches * jobs.vpp * engine.transfer_exposed * steady + np.maximum(fill, 0.0))
 
 
+def least_waited_transfers(jobs: Jobs, engine: Engine, gpipe: bool = False) -> Array:
+    """The same under whichever schedule waits least. `gpipe`: it may be GPipe too."""
+    gaps = jobs.pp - 1
+    if not engine.transfer_scheduled:
+        return np.asarray(jobs.micro_batches * engine.transfer_exposed + gaps)
+    steady = jobs.micro_batches * engine.transfer_exposed * gaps / jobs.pp
+    least = np.minimum(steady + np.maximum(gaps - 1, 0.0), 2 * gaps)
+    return np.minimum(least, gaps) if gpipe else np.asarray(least)
+
+
 def in_flight(jobs: Jobs, rank: Array) -> Array:
     """Most micro-batches whose activations a pipeline rank keeps at once, in units of all of its layers."""
     micro_batches, ranks, chunks = jobs.micro_batches, jobs.pp, jobs.vpp

@@ -124,11 +124,9 @@ def parse_wanted(text: str) -> dict[str, Any]:
 
 def plan_islands(groups: Groups, ask: Ask, global_batch: int, wanted: Mapping[str, Any]) -> IslandsPlan:
     """`global_batch`: sequences in a step of all islands together. `wanted`: fields of [islands] the user decides."""
-    with meanwhile(partial(_jobs, groups, ask, global_batch)) as jobs:
+    with meanwhile(partial(_others, groups, ask, global_batch)) as others:
         best = _planned(groups, fastest_islands(groups, ask, global_batch, wanted))
-        first = fastest_alone(groups, ask, global_batch)
-        alone = without_islands(first.name, ask, first.cluster, global_batch)
-        return _compared(best, alone, *jobs(), global_batch)
+        return _compared(best, *others(), global_batch)
 
 
 def islands_alone(groups: Groups, ask: Ask, global_batch: int) -> IslandsPlan:
@@ -353,10 +351,14 @@ def _hidden(timeline: Timeline, spec: IslandsSpec) -> float:
 # Without islands.
 
 
-def _jobs(groups: Groups, ask: Ask, global_batch: int) -> tuple[Alternative | UserError, Alternative | None]:
-    """One job of equal parts, one of unequal parts."""
+def _others(
+    groups: Groups, ask: Ask, global_batch: int
+) -> tuple[Alternative | UserError, Alternative | UserError, Alternative | None]:
+    """The fastest group alone, one job of equal parts, one of unequal parts."""
+    first = fastest_alone(groups, ask, global_batch)
+    alone = without_islands(first.name, ask, first.cluster, global_batch)
     together = without_islands("one job", ask, as_one_job(groups), global_batch)
-    return together, unequal_job(groups, ask, global_batch)
+    return alone, together, unequal_job(groups, ask, global_batch)
 
 
 def _compared(

@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from cuboid.cost.constants import Engine
 from cuboid.cost.estimate import Estimates, estimate_many
 from cuboid.cost.inputs import Array, Jobs, Shape, mixes, number, of_size
-from cuboid.cost.layers import LayerTimes, Pass, decides_layers, head_seconds
+from cuboid.cost.layers import LayerTimes, Pass, decides_layers, head_seconds, hop
 from cuboid.cost.memory import first_memory, kept_per_layer, peak_memory
 from cuboid.cost.pipeline import (
     DUAL_PIPE_V,
     bubble,
     idle_by_schedule,
     in_flight,
+    least_waited_transfers,
     paired_fraction,
     partition,
     waited_transfers,
@@ -120,7 +121,7 @@ def score(question: Question, space: Space, memory: Array | None = None) -> Scor
         parts["optimizer"] = parts["optimizer"] * _fuller_stage(question, space)
     others = parts["data"] - folded_sum(question, space) + parts["optimizer"]
     others = others + parts["transfer"] * least_transfer(question, space)
-    even = _priced(question, space, _least(question, space, passes) + fixed + others)
+    even = _priced(question, space, _least(question, space, passes, transfers=False) + fixed + others)
     fits = estimates.fits & (estimates.memory <= question.limit)
     parts = {name: _priced(question, space, part) for name, part in parts.items()}
     return Scores(space, parts, of_size(estimates.memory, size), np.broadcast_to(fits, size), even)
@@ -323,7 +324,9 @@ def least_scheduled(question: Question, space: Space) -> Array:
     least = jobs.micro_batches * stage
     if question.machine.chip.together == 1:  # as in `_least`
         least = least + passes.idle(jobs, (jobs.pp - 1) * stage)
-    return _priced(question, space, of_size(least * (1 + _straggling(question, jobs)), len(space)))
+    least = least * (1 + _straggling(question, jobs))
+    least = least + _transfers(question, jobs, waited_transfers(jobs, question.profile))
+    return _priced(question, space, of_size(least, len(space)))
 
 
 def least_with_sums(question: Question, space: Space) -> Array:
@@ -343,7 +346,8 @@ def folded_sum(question: Question, space: Space) -> Array:
     return tied_sum(shape, space.jobs, question.machine.fabric, engine) if engine.own_collectives else np.zeros(())
 
 
-def _least(question: Question, space: Space, passes: Passes) -> Array:
+def _least(question: Question, space: Space, passes: Passes, transfers: bool = True) -> Array:
+    """`transfers`: with what every schedule waits for messages between stages."""
     shape, jobs = Shape.of(question.model), space.jobs
     forward, backward = passes.forward / jobs.pp, passes.backward / jobs.pp
     weight = np.minimum(passes.weight / jobs.pp, backward / 2)
@@ -353,13 +357,14 @@ def _least(question: Question, space: Space, passes: Passes) -> Array:
     pairs = idle.pop(DUAL_PIPE_V)
     busy = jobs.micro_batches * (forward + backward)
     straggling = 1 + _straggling(question, jobs)
+    moving = _transfers(question, jobs, _least_waited(question, jobs)) if transfers else 0.0
     if question.machine.chip.together < 1:  # ranks that share cores wait less than their own seconds say
-        return of_size(busy * straggling, len(space))
+        return of_size(busy * straggling + moving, len(space))
     least = busy + reduce(np.minimum, idle.values())
     dual = replace(jobs, schedule=number(DUAL_PIPE_V))
     relief = np.where(jobs.pp > 1, paired_fraction(dual) * passes.paired, 0.0)
     least = np.minimum(least, busy + pairs - (jobs.micro_batches + jobs.pp) * relief / jobs.pp)
-    return of_size(least * straggling, len(space))
+    return of_size(least * straggling + moving, len(space))
 
 
 def _paired(question: Question, times: LayerTimes) -> Array:
@@ -372,11 +377,19 @@ def _paired(question: Question, times: LayerTimes) -> Array:
 
 
 def least_transfer(question: Question, space: Space) -> Array:
-    """Of the transfers that 1F1B waits for the fraction that every schedule does."""
-    if not question.profile.transfer_scheduled:
-        return np.ones(())
-    jobs = space.jobs
-    return np.maximum(jobs.pp - 2, 0.0) / np.maximum(waited_transfers(jobs, question.profile), 1.0)
+    """Of the transfers that a layout's own schedule waits for the fraction that every schedule does."""
+    waited = waited_transfers(space.jobs, question.profile)
+    return np.asarray(_least_waited(question, space.jobs) / np.where(waited > 0, waited, 1.0))
+
+
+def _least_waited(question: Question, jobs: Jobs) -> Array:
+    return least_waited_transfers(jobs, question.profile, question.fixed.get("schedule") == "gpipe")
+
+
+def _transfers(question: Question, jobs: Jobs, waited: Array) -> Array:
+    """Seconds of a step in which ranks wait for so many messages between stages, there and back."""
+    message = hop(Shape.of(question.model), jobs, question.machine.fabric, question.profile)
+    return np.asarray(2 * message * (jobs.pp > 1) * waited)
 
 
 def least_memory(question: Question, space: Space, split: bool = True) -> Array:

@@ -1,5 +1,6 @@
 """Partitions, bubbles and micro-batches in flight: closed forms against the schedule tables."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +10,15 @@ from hypothesis import strategies as st
 
 from cuboid.cost.constants import Engine
 from cuboid.cost.inputs import Jobs, Shape, number
-from cuboid.cost.pipeline import bubble, in_flight, is_v_shaped, paired_fraction, partition, waited_transfers
+from cuboid.cost.pipeline import (
+    bubble,
+    in_flight,
+    is_v_shaped,
+    least_waited_transfers,
+    paired_fraction,
+    partition,
+    waited_transfers,
+)
 from cuboid.planning.stages import even_layers
 from cuboid.schedule.order import Compute, instructions
 from cuboid.schedule.schedules import make_schedule
@@ -168,3 +177,21 @@ def test_pairs_are_as_many_as_in_the_table(ranks: int, times: int) -> None:
         pairs / (2 * ranks * count), abs=0.02
     )
     assert float(paired_fraction(jobs("zbv", ranks, count))) == 0
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("exposed", [0.0, 0.3, 1.0])
+def test_no_schedule_waits_for_fewer_transfers_than_the_least(scheduled: bool, exposed: float) -> None:
+    engine = Engine(name="test", transfer_scheduled=scheduled, transfer_exposed=exposed)
+    for ranks in (1, 2, 3, 8):
+        for count in (1, 2, 7, 64):
+            waited = {
+                (name, vpp): float(waited_transfers(replace(jobs(name, ranks, count), vpp=number(vpp)), engine))
+                for name in SCHEDULES
+                for vpp in (1, 2, 3)
+                if (vpp > 1) == (name == "interleaved")
+            }
+            tried = min(each for (name, _), each in waited.items() if name != "gpipe")
+            assert float(least_waited_transfers(jobs("1f1b", ranks, count), engine)) == pytest.approx(tried)
+            least = float(least_waited_transfers(jobs("1f1b", ranks, count), engine, gpipe=True))
+            assert least == pytest.approx(min(waited.values()))
