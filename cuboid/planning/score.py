@@ -120,8 +120,7 @@ def score(question: Question, space: Space, memory: Array | None = None) -> Scor
     if space.layers:  # the cost model knows only its own division
         parts["optimizer"] = parts["optimizer"] * _fuller_stage(question, space)
     others = parts["data"] - folded_sum(question, space) + parts["optimizer"]
-    others = others + parts["transfer"] * least_transfer(question, space)
-    even = _priced(question, space, _least(question, space, passes, transfers=False) + fixed + others)
+    even = _priced(question, space, _least(question, space, passes) + fixed + others)
     fits = estimates.fits & (estimates.memory <= question.limit)
     parts = {name: _priced(question, space, part) for name, part in parts.items()}
     return Scores(space, parts, of_size(estimates.memory, size), np.broadcast_to(fits, size), even)
@@ -346,8 +345,8 @@ def folded_sum(question: Question, space: Space) -> Array:
     return tied_sum(shape, space.jobs, question.machine.fabric, engine) if engine.own_collectives else np.zeros(())
 
 
-def _least(question: Question, space: Space, passes: Passes, transfers: bool = True) -> Array:
-    """`transfers`: with what every schedule waits for messages between stages."""
+def _least(question: Question, space: Space, passes: Passes) -> Array:
+    """Seconds with equal stages, the schedule with the smallest bubble and the fewest messages to wait for."""
     shape, jobs = Shape.of(question.model), space.jobs
     forward, backward = passes.forward / jobs.pp, passes.backward / jobs.pp
     weight = np.minimum(passes.weight / jobs.pp, backward / 2)
@@ -357,7 +356,8 @@ def _least(question: Question, space: Space, passes: Passes, transfers: bool = T
     pairs = idle.pop(DUAL_PIPE_V)
     busy = jobs.micro_batches * (forward + backward)
     straggling = 1 + _straggling(question, jobs)
-    moving = _transfers(question, jobs, _least_waited(question, jobs)) if transfers else 0.0
+    gpipe = question.fixed.get("schedule") == "gpipe"
+    moving = _transfers(question, jobs, least_waited_transfers(jobs, question.profile, gpipe))
     if question.machine.chip.together < 1:  # ranks that share cores wait less than their own seconds say
         return of_size(busy * straggling + moving, len(space))
     least = busy + reduce(np.minimum, idle.values())
@@ -374,16 +374,6 @@ def _paired(question: Question, times: LayerTimes) -> Array:
     forward, backward = times.mixture
     hidden = np.minimum(forward.expert, engine.expert_paired * backward.compute)
     return hidden + np.minimum(backward.expert, engine.expert_paired * forward.compute)
-
-
-def least_transfer(question: Question, space: Space) -> Array:
-    """Of the transfers that a layout's own schedule waits for the fraction that every schedule does."""
-    waited = waited_transfers(space.jobs, question.profile)
-    return np.asarray(_least_waited(question, space.jobs) / np.where(waited > 0, waited, 1.0))
-
-
-def _least_waited(question: Question, jobs: Jobs) -> Array:
-    return least_waited_transfers(jobs, question.profile, question.fixed.get("schedule") == "gpipe")
 
 
 def _transfers(question: Question, jobs: Jobs, waited: Array) -> Array:
