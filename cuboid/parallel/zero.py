@@ -115,8 +115,10 @@ class Unit:
         return fused
 
     def fill(self, held: Callable[[Part], Tensor]) -> None:
-        """Set the parameters from what this rank holds of each full tensor; padding stays zero."""
+        """Set the parameters from what this rank holds of each full tensor; padding stays zero. What was written since
+        `open` no longer counts."""
         self._settle_kept()
+        self._opened = None
         if self._fp8 is not None:
             self._fp8.forget()
         whole = torch.zeros(self._flat.numel(), dtype=self.accumulate, device=self._flat.device)

@@ -11,14 +11,16 @@ import torch
 from cuboid.checkpoint import storage
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.huggingface.folder import ModelFolder
+from cuboid.checkpoint.resume import begin_anew
 from cuboid.checkpoint.save import load, save
 from cuboid.checkpoint.shards import slices_of_shard
+from cuboid.checkpoint.state import state_to_load
 from cuboid.checkpoint.verify import check_index
 from cuboid.checkpoint.weights import Started, start
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.generate.engine import make_generator
-from cuboid.parallel.parallelize import build_engine
+from cuboid.parallel.parallelize import build_engine, draw_weights
 from cuboid.spec.generation import GenerationSpec
 from cuboid.spec.run import Run
 from cuboid.training.learning_rate import learning_rate
@@ -75,6 +77,28 @@ def train_part(
     losses = [loss_of(step) for step in range(start, stop)]
     save(engine, optimizer, Path(folder), stop)
     return losses + [loss_of(step) for step in range(stop, stop + beyond)]
+
+
+def unlike_a_beginning(rank: int, run: Run) -> list[str]:
+    """What a run has otherwise than one that never loaded anything, when it begins anew after it has read a checkpoint
+    whose numbers are damaged."""
+    states = []
+    for spoiled in (False, True):
+        engine = build_engine(run, rank, CPU, draw=False)
+        optimizer = Optimizer(engine, run.optimizer)
+        if spoiled:
+            for held in state_to_load(engine, optimizer).values():
+                for tensor in [values for _, values in held.slices] + list(held.near or ()):
+                    tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
+            begin_anew(engine, optimizer)
+        else:
+            draw_weights(engine)
+            optimizer.begin_average()
+        state = state_to_load(engine, optimizer)
+        states.append({name: [values.clone() for _, values in held.slices] for name, held in state.items()})
+    fresh, anew = states
+    assert fresh.keys() == anew.keys()
+    return [name for name in fresh if not all(map(torch.equal, fresh[name], anew[name]))]
 
 
 def draw_after_loading(rank: int, run: Run, folder: str, first: bool = True) -> tuple[list[float], list[float]]:

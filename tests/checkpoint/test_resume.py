@@ -60,3 +60,14 @@ def test_random_generators_go_on_where_the_same_layout_was(pool: Pool, tmp_path:
     other = small_run("tp=2")
     for seen, unlike in pool.run("tests.checkpoint.jobs:draw_after_loading", (other, str(tmp_path), False), ranks=2):
         assert seen not in drawn and unlike not in drawn, "to another layout they would mean nothing"
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["dp=2,zero=3", "tp=2,zero=1"])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_nothing_of_a_damaged_checkpoint_stays_where_a_run_begins_anew(
+    pool: Pool, precision: str, layout: str, kind: str
+) -> None:
+    muon = ("optimizer.kind=muon", "optimizer.normuon=true") if kind == "muon" else ()
+    run = small_run(layout, f"training.precision={precision}", "optimizer.average=0.9", *muon)
+    assert pool.run("tests.checkpoint.jobs:unlike_a_beginning", (run,), ranks=2) == [[], []]
