@@ -12,6 +12,8 @@ passes, update, rounding and times of rounds. The text is the source of Python's
 and seed has a process of its own, `--jobs` at a time, or with `--together` all have one, which compiles once; each
 prints a line of JSON.
 
+With `--one-job-steps 256` islands begin after so many steps of data parallelism, as in the literature.
+
 A case is `dp` or a number of islands, and settings that are its own: `--cases "dp; 4; 4 islands.bits=32"`."""
 
 from __future__ import annotations
@@ -125,6 +127,10 @@ class InTurn:
         for unit in self.engine.units:
             unit.publish()
 
+    def share(self) -> None:
+        """All islands begin with what the engine has learned so far."""
+        self._kept = [self._state() for _ in self._kept]
+
     def masters(self, island: int) -> dict[str, Tensor]:
         return {shard.part.name: kept[0] for shard, kept in zip(self._shards(), self._kept[island], strict=True)}
 
@@ -187,7 +193,7 @@ def train(
     run = run_of(options, seed, count, own)
     turns = InTurn(run, count, engine)
     begin = time.perf_counter()
-    losses = _alone(turns, options) if count == 1 else _islands(turns, options, count)
+    losses = _as_one_job(turns, options, options.steps) if count == 1 else _islands(turns, options, count)
     if options.device == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - begin
@@ -210,19 +216,22 @@ def train(
     return row, turns.engine
 
 
-def _alone(turns: InTurn, options: argparse.Namespace) -> list[float]:
+def _as_one_job(turns: InTurn, options: argparse.Namespace, steps: int) -> list[float]:
+    """By data parallelism."""
     whole = options.batch // options.micro_batch
-    begun = [turns.train(step, step * whole, whole) for step in range(options.steps)]
+    begun = [turns.train(step, step * whole, whole) for step in range(steps)]
     return [each.result().loss for each in begun]
 
 
 def _islands(turns: InTurn, options: argparse.Namespace, count: int) -> list[float]:
     """The mean of all islands at each step."""
-    spec, steps, outer = turns.spec, options.steps, Outer(turns, count)
+    spec, steps = turns.spec, options.steps
     own = options.batch // options.micro_batch // count
-    losses = [0.0] * steps
+    losses = [*_as_one_job(turns, options, options.one_job_steps), *[0.0] * (steps - options.one_job_steps)]
+    turns.share()
+    outer = Outer(turns, count)
     flying: list[int] = []
-    done = 0
+    done = options.one_job_steps
     while done < steps:
         stop = done + 1
         while (
@@ -330,7 +339,8 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> None:
 
 def main(words: list[str]) -> None:
     numbers = {"steps": 200, "batch": 16, "micro-batch": 4, "sequence": 128, "vocab": 320, "peak": 1e-3}
-    parser = options_of(__doc__, numbers | {"seeds": 1, "first-seed": 0, "jobs": 1, "threads": 1, "evaluate": 64})
+    numbers |= {"seeds": 1, "first-seed": 0, "jobs": 1, "threads": 1, "evaluate": 64, "one-job-steps": 0}
+    parser = options_of(__doc__, numbers)
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--cases", default="dp; 2; 4")
     parser.add_argument("--precision", default="float32")

@@ -130,7 +130,7 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def main(words: list[str]) -> None:
-    parser = options_of(__doc__, {"step": 0.1, "fragments": 1, "delay": 0, "bits": 8, "intervals": 3})
+    parser = options_of(__doc__, {"step": 0.25, "fragments": 1, "delay": 0, "bits": 8, "intervals": 3})
     parser.add_argument("--rates", default="50mbit,200mbit,1gbit,5gbit")
     parser.add_argument("--every", default="8,32,128")
     options = parser.parse_args(words)

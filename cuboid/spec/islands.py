@@ -52,10 +52,11 @@ class IslandsSpec:
     mix: float = 0.5
     """With a delay: how far weights move to the outer ones; what is left is what they have learned meanwhile. Without a
     delay they move all the way."""
-    rate: float = 0.7
+    rate: float = 1.0
     """Learning rate of the outer optimizer, SGD with Nesterov momentum."""
-    momentum: float = 0.9
-    """… and its momentum."""
+    momentum: float = 0.5
+    """… and its momentum. More, such as 0.9 with a rate of 0.7, is for steps of very many tokens: it amplifies what
+    islands agree on, and the noise of small batches with it."""
     bits: int = 32
     """Of each number on the wire: 32 (as master weights are kept), 16 (bf16), 8 or 4 (with a scale for each 256; what
     rounding loses is sent with the next synchronisation)."""
@@ -88,13 +89,13 @@ class IslandsSpec:
             )
         if not 0 < self.mix <= 1:
             raise UserError(f"islands.mix={self.mix:g} is no fraction that moves weights; use mix=0.5, at most 1")
-        for name, usual in (("rate", 0.7), ("ramp_rate", 1)):
+        for name in ("rate", "ramp_rate"):
             if not 0 < (value := getattr(self, name)) <= 10:
                 raise UserError(
-                    f"islands.{name}={value:g} is no learning rate of whole moves; use {name}={usual}, at most 10"
+                    f"islands.{name}={value:g} is no learning rate of whole moves; use {name}=1, at most 10"
                 )
         if self.momentum >= 1:
-            raise UserError(f"islands.momentum={self.momentum:g} never forgets; use momentum=0.9, below 1")
+            raise UserError(f"islands.momentum={self.momentum:g} never forgets; use momentum=0.5, below 1")
         if self.quorum > self.count:
             raise UserError(f"islands.quorum={self.quorum} is more than count={self.count}; use that or less")
         if self.batch_weights:
