@@ -34,6 +34,14 @@ def check_output(output: Path) -> None:
             pass
 
 
+def check_appendable(log: Path) -> None:
+    """Refuse a log that a run would fail to continue; it is not changed."""
+    try:
+        os.close(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+    except OSError as problem:
+        raise UserError(f"{log} cannot be written: {problem.strerror}; remove it") from None
+
+
 def write_output(output: Path, text: str) -> None:
     """Write the file of `--output`."""
     with _refused(output):

@@ -71,7 +71,7 @@ def is_metric(row: Row) -> bool:
         and _is_slowest(row.get("slowest"))
         and _are_layers(row.get("layers", {}))
         and _are_routers(row.get("routers", {}))
-        and _numbers(row.get("islands", {}))
+        and _is_round(row.get("islands", {}))
         and ("loads" not in row or _are_loads(row["loads"]))
     )
 
@@ -117,6 +117,13 @@ def _is_load(layer: object) -> bool:
 def _are_routers(told: object) -> bool:
     largest = told.get("largest_load", []) if isinstance(told, dict) else None
     return isinstance(largest, list) and _numbers(told, ("dead",))
+
+
+def _is_round(told: object) -> bool:
+    """Of islands."""
+    return isinstance(told, Mapping) and all(
+        is_finite(value) or (value is None and name in ("outer_gradient_norm", "drift")) for name, value in told.items()
+    )
 
 
 def _are_layers(kinds: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 from contextlib import suppress
@@ -21,7 +22,7 @@ from cuboid.checkpoint.verify import require_state
 from cuboid.console import say
 from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
-from cuboid.outputs import check_way
+from cuboid.outputs import check_appendable, check_way
 from cuboid.readers import Missing, Unreadable, open_plain, read_text
 from cuboid.secure_channel import NAME as SECRET
 from cuboid.spec.run import Run, dump_run, load_run
@@ -285,13 +286,16 @@ def _check_past(run: Run, folder: Path, other: Owner | None, written: str) -> st
 
 
 def _check_logs(folder: Path) -> None:
-    """Ranks continue what is there: damage, and what is no file at all, is said before they start."""
+    """Ranks continue what is there: damage, what is no file at all, and what nobody may append to, is said before they
+    start."""
     for path in sorted(folder.iterdir()):
         if any(path.match(pattern) for pattern in CONTINUED):
             metric_rows(path)
         elif path.suffix in (".json", ".jsonl") and any(path.match(pattern) for pattern in WRITTEN):
             with suppress(Missing):  # a link to nowhere, where a file will be
                 open_plain(path, "remove it").close()
+                if path.suffix == ".jsonl":
+                    check_appendable(path)
 
 
 def _keep_finished(old: Run, new: Run) -> None:
@@ -433,7 +437,20 @@ def last_step(path: Path) -> int:
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    return json.dumps(row).encode() + b"\n"
+    """JSON has no word for what is not finite: it is null."""
+    try:
+        text = json.dumps(row, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_without_nan(row), allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _replace(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from pathlib import Path
@@ -41,6 +42,22 @@ def test_another_run_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:
         prepare_folder(second)
     assert load_run(tmp_path / "run.toml") == first
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_a_log_that_nobody_may_append_to_is_refused_before_a_rank_starts(tmp_path: Path) -> None:
+    prepare_folder(run_in(tmp_path))
+    log = tmp_path / "communication-00000.jsonl"
+    if os.geteuid():
+        log.touch(mode=0o444)
+    else:
+        log.symlink_to("/sys/class/net/lo/address")  # which root may not write either
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    with pytest.raises(UserError, match=r"communication-00000.jsonl cannot be written: .*; remove it"):
+        prepare_folder(run_in(tmp_path))
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    log.unlink()
+    log.write_text("")
+    prepare_folder(run_in(tmp_path))
 
 
 def test_overwriting_removes_what_the_old_run_wrote_and_nothing_else(tmp_path: Path) -> None:
@@ -109,6 +126,21 @@ def test_rows_of_steps_that_will_be_done_again_are_dropped(tmp_path: Path) -> No
     Rows(path).close()
     assert lines(path) == [], "a run that begins anew keeps none"
     assert [each.name for each in tmp_path.iterdir()] == ["rows.jsonl"], "and nothing is left aside"
+
+
+def test_a_number_that_is_not_finite_is_null_wherever_it_stands_in_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = Rows(path)
+    routers = {"balance_loss": math.nan, "largest_load": [1.5, math.inf], "dead": 0}
+    islands = {"island": 0, "round": 1, "outer_gradient_norm": math.nan, "drift": -math.inf, "waited": 0.0}
+    told = {"loss": math.nan, "gradient_norm": math.inf, "seconds": 1.0, "tokens": 4}
+    rows.append({"step": 1, **told, "routers": routers, "islands": islands})
+    rows.append({"step": 2, **told})
+    rows.close()
+    first, second = metric_rows(path)
+    assert (first["loss"], first["gradient_norm"], second["loss"]) == (None, None, None)
+    assert first["routers"] == {"balance_loss": None, "largest_load": [1.5, None], "dead": 0}
+    assert first["islands"] == islands | {"outer_gradient_norm": None, "drift": None}
 
 
 TORN = [b'{"step": 3, "lo', b"\x00" * 20, b'{"step": 3}', b"[3]\n", b'{"loss": 1.0}\n', b'{"step": "3"}\n']
