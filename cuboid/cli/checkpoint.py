@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from cuboid.checkpoint.manifest import Damage, Watch
 from cuboid.errors import UserError
 from cuboid.outputs import check_way
 from cuboid.spec.run import load_run
+from cuboid.strict_json import json_text
 from cuboid.training.run_folder import RUN_FILE
 
 Action = Literal["ls", "verify", "show", "copy", "prune"]
@@ -70,7 +70,7 @@ def _list(found: list[Location], contents: bool, judged: bool, as_json: bool) ->
         summaries = [summarize(checkpoint, contents, watch) for checkpoint in found]
     damaged = sum(bool(summary.damaged) for summary in summaries)
     if as_json:
-        print(json.dumps({"checkpoints": [_row(summary) for summary in summaries], "damaged": damaged}))
+        print(json_text({"checkpoints": [_row(summary) for summary in summaries], "damaged": damaged}))
     else:
         show_summaries(summaries)
         if judged:
@@ -102,7 +102,7 @@ def _show(checkpoint: Location, filter_text: str, as_json: bool) -> int:
     if filter_text and not description.tensors:
         raise UserError(f"--filter {filter_text} matches no tensor; omit it to see all names")
     if as_json:
-        print(json.dumps(asdict(description)))
+        print(json_text(asdict(description)))
     else:
         show_description(description)
     return 0
@@ -115,7 +115,7 @@ def _copy(checkpoint: Location, target: str | None, as_json: bool) -> int:
         written = copy(checkpoint, target, watch)
     size = held_bytes(written)
     if as_json:
-        print(json.dumps({"checkpoint": str(checkpoint), "copy": str(written), "bytes": size, "verified": True}))
+        print(json_text({"checkpoint": str(checkpoint), "copy": str(written), "bytes": size, "verified": True}))
     else:
         print(f"{checkpoint} copied to {written}, {size_of(size)}, every byte verified")
     return 0
@@ -137,7 +137,7 @@ def _prune(place: str, keep: int | None, dry_run: bool, as_json: bool) -> int:
     if as_json:
         kept = [str(checkpoint) for checkpoint in found if checkpoint not in going]
         gone = [str(checkpoint) for checkpoint in going]
-        print(json.dumps({"removed": gone, "kept": kept, "bytes": freed, "dry_run": dry_run}))
+        print(json_text({"removed": gone, "kept": kept, "bytes": freed, "dry_run": dry_run}))
         return 0
     for checkpoint in going:
         print(f"{'would remove' if dry_run else 'removed'} {checkpoint}")

@@ -1,6 +1,5 @@
 """`cuboid clusters [sites.toml]`: accelerators and links that Cuboid knows by name, or what a cluster file says."""
 
-import json
 from dataclasses import asdict
 from itertools import combinations
 from typing import Annotated
@@ -9,6 +8,7 @@ import typer
 
 from cuboid.spec.cluster import ClusterSpec, accelerator_names, accelerator_table, link_table
 from cuboid.spec.groups import Group, Groups, load_groups
+from cuboid.strict_json import json_text
 
 
 def command(
@@ -25,14 +25,14 @@ def command(
     if cluster is not None:
         found = load_groups(cluster)
         if as_json:
-            print(json.dumps(as_row(found)))
+            print(json_text(as_row(found)))
         else:
             _show_file(found)
         return
     names = dict.fromkeys(accelerator_names().values())
     if as_json:
         accelerators = [_row(name) for name in names]
-        print(json.dumps({"accelerators": accelerators, "links": [{"name": name} | row for name, row in _links()]}))
+        print(json_text({"accelerators": accelerators, "links": [{"name": name} | row for name, row in _links()]}))
         return
     _show_catalog(list(names))
 

@@ -1,6 +1,5 @@
 """`cuboid compare RUN RUN…`: losses, speed, memory, and the settings in which runs differ."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ import typer
 from cuboid.errors import UserError
 from cuboid.report.compare import Comparison, compare
 from cuboid.report.source import open_source
+from cuboid.strict_json import json_text
 
 ROWS = {
     "ranks": ("ranks", "d"),
@@ -47,7 +47,7 @@ def command(
             raise UserError(f"{path} is a plan, not a run; name the folders of runs")
     found = compare(sources)
     if as_json:
-        print(json.dumps({**asdict(found), "largest_difference": found.largest_difference}))
+        print(json_text({**asdict(found), "largest_difference": found.largest_difference}))
     else:
         _show(found)
 

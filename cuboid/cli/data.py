@@ -1,6 +1,5 @@
 """`cuboid data build|show|verify`: stores of tokens, made from text and looked at."""
 
-import json
 import os
 import sys
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from cuboid.data.indexed import open_pair
 from cuboid.data.store import TOKENIZER, Store, check_store, is_store, open_store
 from cuboid.data.tokenizer import BYTES, load_tokenizer
 from cuboid.errors import UserError
+from cuboid.strict_json import json_text
 
 SHOWN = 300
 """Characters of the first document."""
@@ -91,7 +91,7 @@ def _build_with_bar(request: BuildRequest) -> BuildReport:
 
 def _show_report(report: BuildReport, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(asdict(report)))
+        print(json_text(asdict(report)))
         return
     print(
         f"{report.store}: {report.tokens:,} tokens of {report.documents:,} documents, vocabulary {report.vocabulary:,}"
@@ -110,7 +110,7 @@ def _show_report(report: BuildReport, as_json: bool) -> None:
 def _show_store(store: Store, verified: bool, as_json: bool) -> None:
     manifest = store.manifest
     if as_json:
-        print(json.dumps({"store": str(store.folder), "verified": verified, **asdict(manifest)}))
+        print(json_text({"store": str(store.folder), "verified": verified, **asdict(manifest)}))
         return
     size = sum(entry.size for entry in manifest.files.values())
     print(f"{store.folder}: {manifest.tokens:,} tokens of {manifest.documents:,} documents, {size:,} bytes")
@@ -141,6 +141,6 @@ def _show_pair(path: str, verify: bool, as_json: bool) -> None:
         "type": pair.tokens.dtype.name,
     }
     if as_json:
-        print(json.dumps(facts))
+        print(json_text(facts))
     else:
         print(f"{path}: {len(pair.tokens):,} tokens of {pair.documents:,} documents, {pair.tokens.dtype.name}")

@@ -1,6 +1,5 @@
 """`cuboid estimate --rows runs.csv -o answered.csv`: step time and memory of published runs, row by row."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +7,7 @@ from typing import Annotated
 import typer
 
 from cuboid.cost.published import Answer, answer_rows, read_rows, write_answers
+from cuboid.strict_json import json_text
 
 
 def command(
@@ -31,7 +31,7 @@ def command(
     if output is not None:
         write_answers(output, columns, table, answers)
     if as_json:
-        print(json.dumps([_as_json(answer) for answer in answers]))
+        print(json_text([_as_json(answer) for answer in answers]))
         return
     skipped = sum(bool(answer.skipped) for answer in answers)
     where = f" -> {output}" if output else ""

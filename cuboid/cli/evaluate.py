@@ -19,6 +19,7 @@ from cuboid.launch.generation import start_scoring
 from cuboid.spec.generation import GenerationSpec, check_layout, parse_layout
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
+from cuboid.strict_json import json_text
 
 
 def command(
@@ -78,7 +79,7 @@ def command(
             backend=backend,
             oversubscribe=oversubscribe,
         )
-        print(json.dumps({"results": measured_tasks}) if as_json else harness_table(measured_tasks))
+        print(json_text({"results": measured_tasks}) if as_json else harness_table(measured_tasks))
         return
     if choices is not None:
         _require_words(found.words)
@@ -140,7 +141,7 @@ def command(
         }
         text = f"{counted:,} tokens: loss {loss:.6f}, perplexity {measured.perplexity:.4f}"
         text += f", {measured.bits_per_byte:.4f} bits per byte" if measured.bits_per_byte is not None else ""
-    print(json.dumps(said) if as_json else f"{text} ({said['seconds']:.1f} s)")
+    print(json_text(said) if as_json else f"{text} ({said['seconds']:.1f} s)")
     if data is not None and read.trained_on:
         print(
             f"warning: the model was trained on data={data}, so this says how well it remembers; use --data held-out, "

@@ -1,6 +1,5 @@
 """`cuboid explain plan.toml`: why a plan is what it is, with formulae a reader can check by hand."""
 
-import json
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +19,7 @@ from cuboid.spec.fitting import check_world_size
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
 from cuboid.spec.plugin import layout_for
+from cuboid.strict_json import json_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -63,7 +63,7 @@ def command(
     question, chosen = asked("explain", plan, cluster, layout, global_batch, seq, precision, engine, island)
     found = explain(question, chosen)
     if as_json:
-        print(json.dumps(_as_json(found)))
+        print(json_text(_as_json(found)))
         return
     from rich.console import Console
 

@@ -1,6 +1,5 @@
 """`cuboid export RUN --to hf:DIR`: a trained model for others; `cuboid export plan.toml --to megatron`: a plan."""
 
-import json
 import re
 import sys
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from cuboid.outputs import write_output
 from cuboid.planning.export.engines import export, refuse_recipe
 from cuboid.planning.plan import load_plan
 from cuboid.spec.run import load_run
+from cuboid.strict_json import json_text
 
 SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -64,7 +64,7 @@ def _write_plan(file: Path, to: str, output: Path | None, as_json: bool) -> None
     if output is not None:
         write_output(output, text)
     if as_json:
-        print(json.dumps({"to": to, "layout": str(loaded.layout), "text": text}))
+        print(json_text({"to": to, "layout": str(loaded.layout), "text": text}))
     elif output is None:
         print(text, end="")
 
@@ -92,7 +92,7 @@ def write_model(
     for warning in report.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if as_json:
-        print(json.dumps(asdict(report)))
+        print(json_text(asdict(report)))
         return
     files = "1 file" if len(report.files) == 1 else f"{len(report.files)} files"
     print(f"{report.folder}: {report.parameters:,} parameters as {report.dtype}, {files} of {report.bytes:,} bytes")

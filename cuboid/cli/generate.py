@@ -1,6 +1,5 @@
 """`cuboid generate RUN --prompt …`: text from a trained model, on any layout."""
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +22,7 @@ from cuboid.generate.prompts import (
 )
 from cuboid.launch.generation import start_generation
 from cuboid.spec.generation import GenerationSpec, SamplingSpec, check_layout, parse_layout
+from cuboid.strict_json import json_text
 
 
 def command(
@@ -157,7 +157,7 @@ def _conclude(
             "first_token_seconds": texts.first_token_seconds,
             **backend_used,
         }
-        print(json.dumps(summary, ensure_ascii=False))
+        print(json_text(summary, ascii_only=False))
         return
     where = f"; {output}" if output is not None else ""
     done = f", {skipped} were done before" if skipped else ""

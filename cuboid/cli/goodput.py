@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -34,6 +33,7 @@ from cuboid.planning.islands import IslandsPlan
 from cuboid.readers import read_toml
 from cuboid.resilience.goodput import Measured, measured
 from cuboid.spec.run import Run, load_run
+from cuboid.strict_json import json_text
 
 SIZES = (1024, 16384, 100000)
 CENTURY = 100 * 365 * 24 * HOUR
@@ -146,7 +146,7 @@ def command(
     if picture is not None:
         write_output(picture, _picture(cases, source))
     if as_json:
-        print(json.dumps({"failures": source, "costs": asdict(costs), "cases": [_as_json(case) for case in cases]}))
+        print(json_text({"failures": source, "costs": asdict(costs), "cases": [_as_json(case) for case in cases]}))
         return
     _show(cases, costs, source, _step_seconds(run, seen))
     if picture is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -10,6 +9,7 @@ from cuboid.cost.goodput import Costs, recommend
 from cuboid.cost.island_goodput import IslandFailures, simulate_islands
 from cuboid.planning.island_failures import failures_of, goodput_of
 from cuboid.planning.islands import IslandsPlan
+from cuboid.strict_json import json_text
 
 
 def tell_islands(
@@ -29,7 +29,7 @@ def tell_islands(
         ]
         told = {"expected": found.expected, "simulated": simulated, "survivors_lose": found.survivors_lose}
         told |= {"tokens_per_second": plan.tokens_per_second * found.expected}
-        print(json.dumps({"failures": source, "costs": asdict(costs), "islands": rows, **told, "one_job": one_job}))
+        print(json_text({"failures": source, "costs": asdict(costs), "islands": rows, **told, "one_job": one_job}))
         return
     _show(plan, islands, source, found.present)
     print(

@@ -1,6 +1,5 @@
 """`cuboid import hf:DIR -o run.toml`: a run file that starts from the weights of a Hugging Face model."""
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from cuboid.outputs import write_output
 from cuboid.spec.huggingface import dropout_of
 from cuboid.spec.load import dump_model
 from cuboid.spec.run import build_run, dump_run
+from cuboid.strict_json import json_text
 
 
 def command(
@@ -64,7 +64,7 @@ def command(
         write_output(output, text)
     if as_json:
         found = {"model": model.name, "family": model.family, "parameters": model.parameters, "bytes": weights.bytes}
-        print(json.dumps({**found, "tensors": len(weights.tensors), "output": output and str(output)}))
+        print(json_text({**found, "tensors": len(weights.tensors), "output": output and str(output)}))
     elif output is None:
         print(text, end="")
     else:

@@ -1,6 +1,5 @@
 """`cuboid import-deepspeed ds.json --model llama3-8b --world-size 64 -o run.toml`"""
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from cuboid.readers import read_json
 from cuboid.spec.deepspeed import notes_from_deepspeed, run_table_from_deepspeed
 from cuboid.spec.run import build_run, dump_run
 from cuboid.spec.training import TO_CHOOSE, DataSpec
+from cuboid.strict_json import json_text
 
 
 def command(
@@ -44,6 +44,6 @@ def command(
     if output is not None:
         write_output(output, text)
     if as_json:
-        print(json.dumps(table))
+        print(json_text(table))
     elif output is None:
         print(text, end="")

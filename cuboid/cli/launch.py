@@ -1,6 +1,5 @@
 """`cuboid launch slurm|kubernetes|skypilot|ray run.toml`: a ready job file for a run."""
 
-import json
 import shlex
 import sys
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from cuboid.outputs import write_output
 from cuboid.planning.island_file import plans_islands, with_island
 from cuboid.readers import read_toml
 from cuboid.spec.run import build_run, check_chosen
+from cuboid.strict_json import json_text
 
 Scheduler = Literal["slurm", "kubernetes", "skypilot", "ray"]
 
@@ -141,7 +141,7 @@ def command(
     if output is not None:
         write_output(output, text)
     if as_json:
-        print(json.dumps(_as_json(scheduler, job, why, text)))
+        print(json_text(_as_json(scheduler, job, why, text)))
     elif output is None:
         print(text, end="")
     else:

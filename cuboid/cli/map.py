@@ -1,6 +1,5 @@
 """`cuboid map --layout "dp=2,tp=2,pp=2" --cluster cpux8`: which rank sits where, and which links its groups use."""
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
@@ -21,6 +20,7 @@ from cuboid.spec.model import load_model
 from cuboid.spec.placement import TensorRow, Traffic, node_rows, stage_nodes, traffic
 from cuboid.spec.plugin import layout_for
 from cuboid.spec.ranks import coordinates
+from cuboid.strict_json import json_text
 
 MOST_RANKS = 1 << 18
 
@@ -72,7 +72,7 @@ def command(
         check_model(parsed, spec)
     lines = traffic(parsed, where, tied=spec is None or spec.tie_embeddings)
     if as_json:
-        print(json.dumps(_as_json(parsed, where, lines)))
+        print(json_text(_as_json(parsed, where, lines)))
         return
     from rich.console import Console
 

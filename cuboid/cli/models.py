@@ -1,12 +1,12 @@
 """`cuboid models [--json]`: every model of the catalog with its size."""
 
-import json
 from typing import Annotated
 
 import typer
 
 from cuboid.spec.load import catalog_models
 from cuboid.spec.model import ModelSpec, load_model
+from cuboid.strict_json import json_text
 
 COLUMNS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 
@@ -18,7 +18,7 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON
     """
     models = [load_model(name) for name in catalog_models()]
     if as_json:
-        print(json.dumps([_row(model) for model in models]))
+        print(json_text([_row(model) for model in models]))
         return
     from rich.console import Console
     from rich.table import Table

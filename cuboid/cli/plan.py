@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +20,7 @@ from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.groups import Groups, load_groups
 from cuboid.spec.model import ModelSpec, load_model
 from cuboid.spec.optimizer import OptimizerSpec
+from cuboid.strict_json import json_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -193,7 +193,7 @@ def command(
         answer: dict[str, object] = {"model": question.model.name, "plans": [as_row(plan) for plan in found]}
         answer |= {"days": found[0].days(tokens), "kwh": found[0].energy(tokens)} if tokens else {}
         answer |= {"omitted": groups.omitted()} if groups.omitted() else {}
-        print(json.dumps(answer | (_as_json(changes) if changes is not None else {})))
+        print(json_text(answer | (_as_json(changes) if changes is not None else {})))
         return
     from rich.console import Console
 
@@ -277,7 +277,7 @@ def _answer_islands(
     if as_json:
         days = tokens / found.tokens_per_second / 86400 if tokens else None
         ends = {"days": days, "kwh": found.energy(days)} if days else {}
-        print(json.dumps(told.as_json(found) | ends | (_as_json(changes) if changes is not None else {})))
+        print(json_text(told.as_json(found) | ends | (_as_json(changes) if changes is not None else {})))
         return
     from rich.console import Console
 
@@ -406,7 +406,7 @@ def answer_generation(
     )
     found = generation_plans(question, top)
     if as_json:
-        print(json.dumps({"model": model.name, "plans": [_row(plan) for plan in found]}))
+        print(json_text({"model": model.name, "plans": [_row(plan) for plan in found]}))
         return
     from rich.console import Console
     from rich.table import Table

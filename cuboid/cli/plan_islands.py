@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from cuboid.planning.island_links import Paths, fragment_bytes
 from cuboid.planning.islands import IslandsPlan
 from cuboid.planning.plan import GIB, amount
 from cuboid.spec.coding import encode
+from cuboid.strict_json import json_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -108,7 +108,7 @@ def explain_islands(plan: IslandsPlan, in_json: bool) -> None:
     """What `plan` has said, and how each number of a round comes about."""
     lines = formulas(plan)
     if in_json:
-        print(json.dumps({**as_json(plan), "formulas": lines}))
+        print(json_text({**as_json(plan), "formulas": lines}))
         return
     from rich.console import Console
 

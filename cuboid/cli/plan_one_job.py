@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -36,6 +35,7 @@ from cuboid.schedule.table import uncollected
 from cuboid.spec.groups import Groups
 from cuboid.spec.layout import Layout, format_weights
 from cuboid.spec.plugin import PythonModelSpec
+from cuboid.strict_json import json_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -96,7 +96,7 @@ def answer_one_job(found: Found, output: Path | None, tokens: float | None, as_j
         write_output(output, dump_job_plan(found.machines, found.job, tokens or 0.0))
     if as_json:
         more = {"days": found.days(tokens), "kwh": found.energy(tokens)} if tokens else {}
-        print(json.dumps(table_of(found.machines, found.job) | {"alone": dict(found.alone)} | more))
+        print(json_text(table_of(found.machines, found.job) | {"alone": dict(found.alone)} | more))
         return
     from rich.console import Console
 
@@ -275,7 +275,7 @@ def job_in_plan(
 def explain_job(found: tuple[Machines, HeterogeneousJob], in_json: bool) -> None:
     machines, job = found
     if in_json:
-        print(json.dumps(table_of(machines, job)))
+        print(json_text(table_of(machines, job)))
         return
     from rich.console import Console
 
@@ -299,7 +299,7 @@ def simulate_job(
     name = f"{machines.first.model.name} on {machines.groups.name}: {job.layout}"
     if trace is not None:
         every = next(here.micro_batches for here in job.pipeline_ranks if here.line == slowest)
-        write_output(trace, json.dumps(chrome_trace(line_timeline(machines, job, slowest, every), name)))
+        write_output(trace, json_text(chrome_trace(line_timeline(machines, job, slowest, every), name)))
     rows = []
     for place, line in enumerate(job.lines):
         count = next(here.micro_batches for here in job.pipeline_ranks if here.line == place)
@@ -314,7 +314,7 @@ def simulate_job(
             print(f"{line.replicas} replicas ({told}): {count} micro-batches in {job.spans[place]:.4g} s")
             print(draw(drawn, width).rpartition("\n")[0])
     if in_json:
-        print(json.dumps({"layout": str(job.layout), "step_seconds": job.step_seconds, "lines": rows}))
+        print(json_text({"layout": str(job.layout), "step_seconds": job.step_seconds, "lines": rows}))
         return
     waits = f"; replicas that are done first wait {job.waiting:.1%} of that" if len(job.lines) > 1 else ""
     print(f"{job.layout}: a step takes {job.step_seconds:.4g} s{waits}")
@@ -338,7 +338,7 @@ def map_job(found: tuple[Machines, HeterogeneousJob], in_json: bool) -> None:
     if in_json:
         heads = ("group", "nodes", "ranks", "pipeline_ranks")
         told = [dict(zip(heads, row, strict=True)) for row in rows]
-        print(json.dumps({"layout": str(job.layout), "ranks_per_node": size, "nodes": told}))
+        print(json_text({"layout": str(job.layout), "ranks_per_node": size, "nodes": told}))
         return
     from rich.console import Console
     from rich.table import Table

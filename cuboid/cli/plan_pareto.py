@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from cuboid.planning.pareto import (
 from cuboid.planning.pareto_picture import svg
 from cuboid.planning.plan import amount, dump_plan
 from cuboid.spec.groups import Groups
+from cuboid.strict_json import json_text
 
 SHOWN = 12
 """Rows of the front in the terminal."""
@@ -76,7 +76,7 @@ def answer_pareto(groups: Groups, ask: Ask, global_batch: int, wanted: Wanted, a
     if as_json:
         told = {"objective": wanted.objective, "tokens": tokens, "failures": FAILURES}
         rows = [as_row(option) for option in fronted]
-        print(json.dumps({**told, "chosen": as_row(chosen), "front": rows, "omitted": groups.omitted()}))
+        print(json_text({**told, "chosen": as_row(chosen), "front": rows, "omitted": groups.omitted()}))
         return
     _show(groups, fronted, chosen, wanted)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -19,6 +18,7 @@ from cuboid.errors import UserError
 from cuboid.outputs import check_output, write_output
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.run import Run, build_run
+from cuboid.strict_json import json_text
 
 if TYPE_CHECKING:
     from cuboid.probe.expected import Expected
@@ -155,7 +155,7 @@ def _probe(
     if as_json:
         rows = [sample.row() for sample in samples]
         carried_by = {name: probed.joined.get(name) for name in ("backend", "gpus", "gpu_shared")}
-        print(json.dumps({"cluster": profile_table(found), "samples": rows, **carried_by}))
+        print(json_text({"cluster": profile_table(found), "samples": rows, **carried_by}))
         return
 
     show(found, samples, output)
@@ -200,7 +200,7 @@ def _one_rank(run: Run, rank: int, cluster: str | None, kind: str, as_json: bool
     if as_json:
         found = {"memory": report.memory, "seconds": min(report.seconds), "every_step": report.seconds}
         found["routing"] = report.routing
-        print(json.dumps({"rank": rank, "layout": str(run.layout), "measured": found, "predicted": vars(told)}))
+        print(json_text({"rank": rank, "layout": str(run.layout), "measured": found, "predicted": vars(told)}))
         return
 
     show_rank(run, rank, report.memory, report.seconds, told)

@@ -1,6 +1,5 @@
 """`cuboid replay RUN --step N`: one step of a run again, to tell bad data from bad hardware."""
 
-import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from cuboid.launch.start import NodeOptions
 from cuboid.resilience.bad_steps import bad_steps, number
 from cuboid.spec.plugin import layout_for
 from cuboid.spec.run import Run, check_supported, load_run
+from cuboid.strict_json import json_text
 from cuboid.telemetry.rows import metric_rows
 from cuboid.training.run_folder import RUN_FILE, checkpoint_folder
 
@@ -91,7 +91,7 @@ def command(
     replayed = post.call(job, (run, str(checkpoint or ""), done, step - 1, times, logged), heard, asked)
     verdict = judge(replayed.attempts, logged, run)
     if as_json:
-        print(json.dumps({**_table(step, run, done, logged, replayed, verdict), **heard.backend}))
+        print(json_text({**_table(step, run, done, logged, replayed, verdict), **heard.backend}))
     else:
         _show(logged, replayed, verdict)
 

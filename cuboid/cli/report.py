@@ -1,6 +1,5 @@
 """`cuboid report RUN|plan.toml -o report.html`: one page about a run or a plan, predicted beside measured."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ from cuboid.outputs import write_output
 from cuboid.report.page import collect, page, serve
 from cuboid.report.source import Source, open_source
 from cuboid.report.timeline import merged_trace
+from cuboid.strict_json import json_text
 
 
 def command(
@@ -43,10 +43,10 @@ def command(
     if probe:
         opened = _probed(opened, source)
     if trace is not None:
-        write_output(trace, json.dumps(merged_trace(opened)))
+        write_output(trace, json_text(merged_trace(opened)))
     data = collect(opened, search)
     if as_json:
-        print(json.dumps(data, allow_nan=False))
+        print(json_text(data))
         return
     text = page(data)
     write_output(output, text)

@@ -1,6 +1,5 @@
 """`cuboid simulate plan.toml`: when every stage does what with every micro-batch: drawing, trace, picture."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +18,7 @@ from cuboid.planning.picture import chrome_trace, svg
 from cuboid.planning.plan import Plan, load_plan
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import Timeline, draw, simulate
+from cuboid.strict_json import json_text
 
 MOST_ACTIONS = 500_000
 """Forward passes of a simulated step: more take minutes and gigabytes."""
@@ -78,14 +78,14 @@ def command(
             check_output(path)
     full = timeline(every)
     if trace is not None:
-        write_output(trace, json.dumps(chrome_trace(full, name)))
+        write_output(trace, json_text(chrome_trace(full, name)))
     shown = min(every, micro_batches or max(2 * used.pp, 4))
     drawn = timeline(shown)
     subtitle = f"{shown} of {every} micro-batches, bubble {loaded.bubble:.1%} with all of them"
     if picture is not None:
         write_output(picture, svg(drawn, name, subtitle))
     if as_json:
-        print(json.dumps(_as_json(full, loaded)))
+        print(json_text(_as_json(full, loaded)))
         return
     print(name)
     print(draw(drawn, width).rpartition("\n")[0])  # without the bubble of those that are drawn: one is said, of all
@@ -108,11 +108,11 @@ def _simulate_islands(plan: IslandsPlan, trace: Path | None, picture: Path | Non
         if path is not None:
             check_output(path)
     if trace is not None:
-        write_output(trace, json.dumps(island_picture.chrome_trace(timeline, plan.names, name)))
+        write_output(trace, json_text(island_picture.chrome_trace(timeline, plan.names, name)))
     if picture is not None:
         write_output(picture, island_picture.svg(timeline, plan.names, name, f"{steps} steps, {settings}"))
     if as_json:
-        print(json.dumps(_rounds_as_json(plan, steps)))
+        print(json_text(_rounds_as_json(plan, steps)))
         return
     print(f"{name}: {settings}")
     print(island_picture.draw(timeline, plan.names, width))

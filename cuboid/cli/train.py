@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +21,7 @@ from cuboid.spec.layout import format_weights
 from cuboid.spec.partition import partition
 from cuboid.spec.run import Run, build_run
 from cuboid.spec.training import USUAL
+from cuboid.strict_json import json_text
 from cuboid.telemetry.communication_ledger import Entry
 from cuboid.telemetry.rows import metric_rows
 from cuboid.training.communication import Summary, summarize
@@ -141,7 +141,7 @@ def _rehearse(run: Run, inject: str | None) -> None:
 
 def _say_preempted(run: Run, outcome: Outcome, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"preempted": True, "saved": outcome.saved, "folder": run.output.folder}))
+        print(json_text({"preempted": True, "saved": outcome.saved, "folder": run.output.folder}))
     elif not outcome.saved:
         print("preempted before there was anything to save; the same command begins anew")
     else:
@@ -199,7 +199,7 @@ def _conclude(run: Run, as_json: bool) -> None:
     if as_json:
         if communicated is not None:
             summary |= {"communication": communication_rows(communicated), "unforeseen": communicated.unforeseen}
-        print(json.dumps(summary | ({"profile": traces} if traces else {})))
+        print(json_text(summary | ({"profile": traces} if traces else {})))
     else:
         if communicated is not None:
             show_communication(communicated)

@@ -1,7 +1,6 @@
 """`cuboid verify --layout …`: prove that a layout computes what one process computes; `--resume`: that a chain of
 them does."""
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from tempfile import TemporaryDirectory
@@ -18,6 +17,7 @@ from cuboid.launch.place import find_place, local_places
 from cuboid.launch.start import NodeOptions
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run, check_supported
+from cuboid.strict_json import json_text
 from cuboid.verification.make import check_provable, islands_runs, take, verification_run
 from cuboid.verification.rounding import MULTIPLE, ROUNDED
 
@@ -147,7 +147,7 @@ def command(
         )
     verdict = post.call("cuboid.verification.compare:verify_rank", (run,), heard)
     if post.speaks and as_json:
-        print(json.dumps({**verdict, **heard.backend}))
+        print(json_text({**verdict, **heard.backend}))
     elif post.speaks:
         _show(verdict)
     return 0 if verdict["passed"] else 1
@@ -162,7 +162,7 @@ def _verify_step(folder: str, as_json: bool) -> int:
         print(f"{run.model.name}: a step of another trainer against one process, {run.training.precision}", flush=True)
     verdict = call_here(run, local_places(1, 0, 1, "", 0, ""), "cuboid.verification.against:judge_step", (folder,))
     if as_json:
-        print(json.dumps(verdict))
+        print(json_text(verdict))
     else:
         _show(verdict, "The step", "is what one process computes")
     return 0 if verdict["passed"] else 1
@@ -184,7 +184,7 @@ def _verify_islands(runs: list[Run], as_json: bool, oversubscribe: bool) -> int:
     with Pool() as pool:
         verdict = prove(runs, pool)
     if as_json:
-        print(json.dumps(verdict))
+        print(json_text(verdict))
     else:
         _show_islands(verdict)
     return 0 if verdict["passed"] else 1
@@ -228,7 +228,7 @@ def _verify_chain(runs: list[Run], as_json: bool, oversubscribe: bool, given: Ma
         alone = local_places(1, 0, 1, "", 0, "")
         verdict = call_here(runs[0], alone, "cuboid.verification.resume:judge_chain", (runs, folder, losses))
     if as_json:
-        print(json.dumps({**verdict, **heard.backend}))
+        print(json_text({**verdict, **heard.backend}))
     else:
         _show_chain(verdict)
     return 0 if verdict["passed"] else 1

@@ -1,6 +1,5 @@
 """`cuboid watch RUN`: a run in the terminal while it runs; plain lines where the output is no terminal."""
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Annotated
 import typer
 
 from cuboid.report.watch import Watched
+from cuboid.strict_json import json_text
 
 
 def command(
@@ -25,7 +25,7 @@ def command(
     watched = Watched.open(run, cluster)
     watched.refresh()
     if as_json:
-        print(json.dumps(watched.state()))
+        print(json_text(watched.state()))
     elif sys.stdout.isatty() and not once:
         _follow(watched, every)
     else:

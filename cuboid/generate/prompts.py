@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from cuboid.generate.detokenizer import Reader, Words
 from cuboid.readers import Unreadable, parse_json, read_bytes, read_text
 from cuboid.spec.generation import SamplingSpec
 from cuboid.spec.model import ModelSpec
+from cuboid.strict_json import json_text
 
 # Prompts from files, and results into a file that a later run continues with.
 
@@ -112,7 +112,7 @@ class Results:
             raise UserError(f"output={self._path} answers another prompt {number}; name another file")
 
     def add(self, row: dict[str, Any]) -> None:
-        line = (json.dumps({**row, "made_with": self._made_with}, ensure_ascii=False) + "\n").encode()
+        line = (json_text({**row, "made_with": self._made_with}, ascii_only=False) + "\n").encode()
         try:
             while line:
                 line = line[os.write(self._file.fileno(), line) :]

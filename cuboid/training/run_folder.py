@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
-import math
 import os
 import shutil
 from contextlib import suppress
@@ -26,6 +24,7 @@ from cuboid.outputs import check_appendable, check_way
 from cuboid.readers import Missing, Unreadable, open_plain, read_text
 from cuboid.secure_channel import NAME as SECRET
 from cuboid.spec.run import Run, dump_run, load_run
+from cuboid.strict_json import json_text
 from cuboid.telemetry.rows import metric_rows
 from cuboid.training.learning_rate import tell_change
 
@@ -437,20 +436,7 @@ def last_step(path: Path) -> int:
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    """JSON has no word for what is not finite: it is null."""
-    try:
-        text = json.dumps(row, allow_nan=False)
-    except ValueError:
-        text = json.dumps(_without_nan(row), allow_nan=False)
-    return text.encode() + b"\n"
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nan(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json_text(row).encode() + b"\n"
 
 
 def _replace(path: Path, rows: list[dict[str, Any]]) -> None:
