@@ -28,6 +28,8 @@ class Term:
     address: str = ""
     port: int = 0
     beat: int = 0
+    locked: bool = False
+    """Whether who leads holds the lock of the folder: only then a free lock says that its supervisor has ended."""
 
 
 class Terms:
@@ -41,7 +43,8 @@ class Terms:
             return None
         try:
             told = read_json(self._path(number), 4096)
-            return Term(number, str(told["leader"]), str(told["address"]), int(told["port"]), int(told["beat"]))
+            place = str(told["leader"]), str(told["address"]), int(told["port"])
+            return Term(number, *place, int(told["beat"]), told.get("locked") is True)
         except (Unreadable, ValueError, TypeError, KeyError):
             return Term(number)  # it is taken all the same
 

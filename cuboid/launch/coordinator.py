@@ -178,21 +178,26 @@ class Coordinator:
                     1, f"{there} of {rules.min_nodes} nodes were there after {rules.patience:g} s; start the others"
                 )
             return
-        settled = all(
-            seen.status.order == self.order.number and seen.status.state == "ready" and seen.left is None
-            for seen in self._seen.values()
-        )
+        ready = [node for node, seen in self._seen.items() if self._is_ready(seen)]
+        # A supervisor that is heard has killed its ranks by then. One that cannot end, in the kernel, does nothing, and
+        # rank 0 is never there: the leader's own node is always waited for.
+        overdue = waited > 2 * rules.lost_after and len(ready) >= rules.min_nodes and self._leader in ready
+        settled = len(ready) == there or overdue
         expected = rules.max_nodes if rules.expected is None else rules.expected
         early = not self._called and there < expected and waited < rules.gather
         if not (settled and not early and self._meeting[1] and self._has_room()):
             return
         try:
-            arranged = self._arrange(tuple(self._seen))
+            arranged = self._arrange(tuple(ready))
         except TooFew as error:
             self._wait_for_more(str(error), waited)
             return
         if arranged is not None:
             self._call(*arranged)
+
+    def _is_ready(self, seen: _Seen) -> bool:
+        """It has no ranks, and has heard that it shall have none."""
+        return seen.status.order == self.order.number and seen.status.state == "ready" and seen.left is None
 
     def _wait_for_more(self, why: str, waited: float) -> None:
         """Enough nodes by their number do not hold the run."""
@@ -268,12 +273,14 @@ class Coordinator:
 
     def _grow(self, now: float) -> None:
         """Newcomers that would be used are taken in right after the next checkpoint: only then little is lost."""
-        spare = len(self._seen) - len(self.order.members)
-        if spare <= 0:
+        there = tuple(
+            node for node, seen in self._seen.items() if node in self.order.members or seen.status.state == "ready"
+        )
+        if len(there) <= len(self.order.members):
             self._grows_after = None
             return
         try:
-            arranged = self._arrange(tuple(self._seen))
+            arranged = self._arrange(there)
         except TooFew:  # with whom nothing better can be done
             return
         if arranged is None or (self._planned is not None and _alike(arranged[0], self._planned)):
@@ -282,7 +289,7 @@ class Coordinator:
         if self._grows_after is None:
             self._grows_after = newest
         elif newest > self._grows_after:
-            self._regather(f"there are {len(self._seen)} nodes now", now)
+            self._regather(f"there are {len(there)} nodes now", now)
 
     def _regather(self, reason: str, now: float) -> None:
         self._since = now

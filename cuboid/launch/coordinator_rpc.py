@@ -23,6 +23,8 @@ from cuboid.resilience.rebalance import Pace
 from cuboid.secure_channel import VALUE, Channel, Door, Stranger, greet
 
 BEAT = 1.0
+LOOK = BEAT / 4
+"""Seconds between two decisions of the leader."""
 PURPOSE = "coordinator"
 OTHER_RUN = "this node has another run file, or other options, than the others; start all nodes with the same command"
 UNTRUSTED = 90.0
@@ -78,7 +80,7 @@ class CoordinatorServer:
     def _decide(self) -> None:
         while self._open:
             if not self._leads():
-                time.sleep(BEAT / 4)
+                time.sleep(LOOK)
                 continue
             with self._lock:
                 before = self._coordinator.order
@@ -86,13 +88,15 @@ class CoordinatorServer:
                     self._coordinator.decide(time.monotonic())
                 except UserError as error:
                     self._coordinator.end(2, str(error))
+                except OSError:  # the run's folder does not answer; it is asked again at the next look
+                    pass
                 except Exception as error:  # nobody else would ever say why the job stands still
                     self._coordinator.end(1, f"the leading node failed: {error!r}")
                 if self._coordinator.order != before:
                     self._say()
                 for node in set(self._lines) - set(self._coordinator.nodes):  # of the lost nothing more will be heard
                     self._lines.pop(node).hang_up()
-            time.sleep(BEAT / 4)
+            time.sleep(LOOK)
 
     def _say(self) -> None:
         order = self._coordinator.order

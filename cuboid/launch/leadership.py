@@ -24,7 +24,7 @@ from cuboid.checkpoint.terms import Term, Terms
 from cuboid.console import say
 from cuboid.errors import UserError
 from cuboid.launch.coordinator import GRACE, Coordinator, Order, Rules
-from cuboid.launch.coordinator_rpc import BEAT, PURPOSE, CoordinatorClient, CoordinatorServer
+from cuboid.launch.coordinator_rpc import BEAT, LOOK, PURPOSE, CoordinatorClient, CoordinatorServer
 from cuboid.launch.disk_room import DiskRoom
 from cuboid.launch.network import Endpoint, listen
 from cuboid.launch.planned import Arranged, Planned
@@ -95,6 +95,9 @@ class Leadership:
         self._contact: CoordinatorClient | None = None
         self._over = threading.Event()
         self._beaten = 0.0
+        self._doubts = 0
+        """How often in a row this node did not know whether it may still decide."""
+        self._secret_read: bytes | None = None
 
     @property
     def leads(self) -> bool:
@@ -108,6 +111,15 @@ class Leadership:
         known = [Endpoint(term.address, term.port)] if term is not None and term.port else []
         return [*known, *([self._nodes.endpoint] if self._nodes.endpoint not in known else [])]
 
+    def secret(self) -> bytes | None:
+        """As it was read last, where the folder does not answer for a moment."""
+        try:
+            self._secret_read = secret_of(self._run)
+        except (OSError, UserError):
+            if self._secret_read is None:
+                raise
+        return self._secret_read
+
     def store_port(self, order: Order) -> int | None:
         """Of the store on this node's loopback, if it is the one the order speaks of."""
         store = self._store
@@ -119,22 +131,24 @@ class Leadership:
         secret = given_secret(os.environ) or make_secret(Path(self._run.output.folder))
         where = Endpoint(*listener.getsockname()[:2])
         newest = self._terms.newest()
-        term = Term(newest.number + 1 if newest is not None else 1, self._name, where.host, where.port)
+        # Who leads first has claimed the folder for as long as it lives.
+        locked = after is None or self._claim is not None
+        term = Term(newest.number + 1 if newest is not None else 1, self._name, where.host, where.port, locked=locked)
         if not self._terms.take(term):
             return False
-        self._term, self._beaten = term, time.monotonic()
+        self._term, self._beaten, self._doubts = term, time.monotonic(), 0
         meeting = listen(where.host, 0)
         gate = Endpoint(*meeting.getsockname()[:2])
-        _tell(
-            f"coordinator at {where}; other nodes reach the ranks' store at {gate}; {listens(self._nodes)}", self._quiet
-        )
+        with suppress(OSError):
+            reached = f"coordinator at {where}; other nodes reach the ranks' store at {gate}"
+            _tell(f"{reached}; {listens(self._nodes)}", self._quiet)
         restarts = Restarts(self._run)
         verdict = restarts.failed("node", "", lost, str(self._run.layout)) if lost else ""
         coordinator = self._coordinator(restarts, after)
         if verdict:
             coordinator.end(1, verdict)
         known = self._nodes.fingerprint(self._run)
-        self._server = CoordinatorServer(listener, secret, coordinator, known, self._announce, self._certain)
+        self._server = CoordinatorServer(listener, secret, coordinator, known, self._announce, self._may_decide)
         threading.Thread(target=self._renew, args=(term,), daemon=True).start()
         self._meeting, self._secret = meeting, secret
         return True
@@ -155,8 +169,16 @@ class Leadership:
             self._server.end(status, reason, patience=self._limit)
         if self._store is not None:
             self._store.close()
-        if self._claim is not None:
-            os.close(self._claim)
+        self._give_claim_back()
+
+    def abandon(self) -> None:
+        """This node failed: it says no last word, so that another takes the lead."""
+        self._step_down("this node failed")
+
+    def _give_claim_back(self) -> None:
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            os.close(claim)
 
     def _coordinator(self, restarts: Restarts, after: Order | None) -> Coordinator:
         spec, run, nodes = self._run.resilience, self._run, self._nodes
@@ -199,21 +221,24 @@ class Leadership:
         )
 
     def _announce(self, order: Order) -> None:
-        if order.task == "train":
-            forget_reports(self._run)  # of ranks that have ended everywhere
-            _tell(order.reason, self._quiet)
-        elif order.task == "wait":
-            say(order.reason, as_warning=True)
+        with suppress(OSError):  # words, and tidying, must not keep anybody from being told
+            if order.task == "train":
+                forget_reports(self._run)  # of ranks that have ended everywhere
+                _tell(order.reason, self._quiet)
+            elif order.task == "wait":
+                _warn(order.reason)
 
     def _renew(self, term: Term) -> None:
         """Raise the number in the folder, until a newer term is found there or the folder cannot be reached."""
         own = term
-        while not self._over.wait(BEAT):
+        while not self._over.wait(BEAT) and self._term is term:
             try:
                 newest = self._terms.newest()
                 if newest is None or newest.number != term.number:
                     self._step_down("another node leads now")
                     return
+                # Who led before, and stood still, may have held the lock until now.
+                own = own if own.locked else replace(own, locked=self._take_claim())
                 own, self._beaten = self._terms.beat(own), time.monotonic()
             except OSError as error:
                 if not self._certain():
@@ -224,43 +249,58 @@ class Leadership:
         """Whether nobody can have taken over since this node last raised its number."""
         return time.monotonic() - self._beaten < SOONER * self._limit
 
+    def _may_decide(self) -> bool:
+        """Asked again and again by a thread that never touches the folder, where a call may not return: a node that can
+        no longer say there that it leads must not keep the others waiting."""
+        self._doubts = 0 if self._certain() else self._doubts + 1
+        # Counted, because a node that was stopped for a while has not had the time to look.
+        if self._doubts * LOOK > self._limit:
+            self._step_down("the run's folder does not answer")
+        return not self._doubts
+
     def _step_down(self, why: str) -> None:
-        say(f"{why}: this node leads no more, and ends its ranks", as_warning=True)
         server, store = self._server, self._store
-        self._server = self._store = None
+        if server is None:
+            return
+        self._server = self._store = self._term = None
+        server.stop_leading()
         if self._contact is not None:
-            self._contact.forget()
-        if server is not None:
-            server.stop_leading()
+            self._contact.forget()  # after: what it was still sent is no sign of life
         if store is not None:
             store.close()
+        _warn(f"{why}: this node leads no more, and ends its ranks")
+        self._give_claim_back()  # last: where the folder does not answer, this may not return
 
     def _watch(self) -> None:
         contact = self._contact
         assert contact is not None
         seen: Term | None = None
-        changed, shared, locks = time.monotonic(), False, None
+        changed, shared, asked, locks = time.monotonic(), False, 0, False
         while not self._over.wait(BEAT / 2):
-            newest = None
-            with suppress(OSError):
+            try:
                 newest = self._terms.newest()
-            now, silent = time.monotonic(), contact.silence > 2 * BEAT
-            if newest != seen:
-                # Who hears the leader and sees its number grow sees the same folder.
-                shared = shared or (not silent and seen is not None and newest is not None and newest.beat > seen.beat)
-                seen, changed = newest, now
-            order = contact.order
-            if self.leads or order is None or order.task == "end" or not shared:
+                now, silent = time.monotonic(), contact.silence > 2 * BEAT
+                if newest != seen:
+                    # Who hears the leader and sees its number grow sees the same folder.
+                    grows = seen is not None and newest is not None and newest.beat > seen.beat
+                    shared = shared or (not silent and grows)
+                    seen, changed = newest, now
+                order = contact.order
+                if self.leads or newest is None or order is None or order.task == "end" or not shared:
+                    continue
+                if not silent:
+                    if newest.locked and newest.number != asked:
+                        asked, locks = newest.number, self._locks_reach()
+                    continue
+                members = order.members
+                place = float(members.index(self._name) if self._name in members else len(members))
+                tells = locks and newest.locked and newest.number == asked  # a free lock says that its holder has ended
+                if tells and contact.silence > GRACE + place * BEAT and self._take_claim():
+                    self._take_over(order, "its supervisor ended")
+                elif now - changed > self._limit + place * BEAT:
+                    self._take_over(order, f"nothing was heard of it for {self._limit:g} s")
+            except OSError:  # the folder does not answer now; it may at the next look
                 continue
-            if not silent:
-                locks = self._locks_reach() if locks is None else locks
-                continue
-            members = order.members
-            place = float(members.index(self._name) if self._name in members else len(members))
-            if locks and contact.silence > GRACE + place * BEAT and self._take_claim():
-                self._take_over(order, "its supervisor ended")
-            elif now - changed > self._limit + place * BEAT:
-                self._take_over(order, f"nothing was heard of it for {self._limit:g} s")
 
     def _locks_reach(self) -> bool:
         """Whether this node finds the folder locked by the one that leads: on some file systems locks are each
@@ -286,27 +326,36 @@ class Leadership:
         for port in (self._nodes.endpoint.port, 0):  # the port that firewalls know, where nobody has it yet
             with suppress(OSError):
                 listener = listener or listen(address, port)
-        newest = self._terms.newest()
-        lost = newest.leader if newest is not None else "?"
         if listener is None:
+            self._give_claim_back()
             return
         try:
+            newest = self._terms.newest()
+            lost = newest.leader if newest is not None else "?"
             led = self.lead(listener, order, f"the leading node {lost} is lost: {why}")
         except (OSError, UserError) as error:
-            say(f"this node cannot lead: {error}", as_warning=True)
+            _warn(f"this node cannot lead: {error}")
             led = False
         if not led:
             listener.close()
-            if self._claim is not None:
-                os.close(self._claim)
-                self._claim = None
+            if not self.leads:
+                self._give_claim_back()
             return
-        say(f"the leading node {lost} is lost: {why}; this node leads now", as_warning=True)
-        self.serve_store()
+        _warn(f"the leading node {lost} is lost: {why}; this node leads now")
+        try:
+            self.serve_store()
+        except (OSError, RuntimeError) as error:  # ranks would have no place to meet
+            self._step_down(f"the ranks' store cannot be served: {error}")
 
 
 def listens(nodes: Nodes) -> str:
     return f"ranks of this node listen on {nodes.interface.name} ({nodes.interface.address}), at ports the system gives"
+
+
+def _warn(text: str) -> None:
+    """Also where nobody reads it any more."""
+    with suppress(OSError):
+        say(text, as_warning=True)
 
 
 def _tell(text: str, quiet: bool) -> None:

@@ -32,6 +32,9 @@ from cuboid.training.run_folder import newest_kept
 if TYPE_CHECKING:
     from cuboid.training.trainer import Outcome
 
+LONGEST = 10_000
+"""Characters of what a node says of a failure: what a rank wrote as it died may be longer than a message."""
+
 
 def supervise_node(run: Run, nodes: Nodes, listener: socket.socket | None, quiet: bool) -> tuple[Outcome, bool]:
     """Until the job ends everywhere; also says whether this node leads then. Who was given a `listener` leads first."""
@@ -57,7 +60,7 @@ def _supervise(
     elif not leadership.lead(listener):
         raise InUse("another node took the lead of this run in this moment; start this one again")
     limit = SOONER * run.resilience.contact_seconds
-    contact = CoordinatorClient(leadership.where, lambda: secret_of(run), name, nodes.fingerprint(run), limit)
+    contact = CoordinatorClient(leadership.where, leadership.secret, name, nodes.fingerprint(run), limit)
     leadership.stand_by(contact)
     start_fork_server(run, signals)
     if listener is not None:
@@ -72,6 +75,11 @@ def _supervise(
         raise
     except KeyboardInterrupt:
         status, reason = 130, "the leading node was stopped"
+        raise
+    except (UserError, RankError):
+        raise
+    except Exception:  # a fault of this node alone
+        leadership.abandon()
         raise
     finally:
         contact.close()
@@ -146,11 +154,11 @@ def _attempt(
         with _on_a_leash(contact, order.number) as cut:
             outcome = launch(run, quiet, signals, places, told)
     except UserError as error:
-        return Status(order.number, "refused", str(error))
+        return Status(order.number, "refused", str(error)[:LONGEST])
     except RankError as error:
         if cut:  # what its ranks died of is known, and is not theirs
             return Status(order.number, "failed", f"node {name} lost contact with the leading node", "node")
-        return Status(order.number, "failed", str(error), error.kind)
+        return Status(order.number, "failed", str(error)[:LONGEST], error.kind)
     return Status(order.number, "preempted" if outcome.preempted else "done")
 
 

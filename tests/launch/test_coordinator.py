@@ -137,9 +137,29 @@ def test_nobody_is_started_while_an_old_rank_may_live() -> None:
     story.states["d"] = "training"
     story.passes(1)
     story.states["a"] = ""
-    assert story.passes(60).task == "wait"
+    assert story.passes(18).task == "wait"
     story.states["d"] = ""
     assert story.passes(2).task == "train"
+
+
+def test_a_node_whose_ranks_cannot_be_ended_is_not_waited_for_for_ever() -> None:
+    story = training("a", "b", "c", "d")
+    story.states["b"] = "failed"
+    story.states["d"] = "training"
+    story.passes(1)
+    story.states["b"] = ""
+    order = story.passes(25)  # more than twice what a silent node is waited for
+    assert (order.task, order.members) == ("train", ("a", "b", "c"))
+    story.checkpoint += 1
+    assert story.passes(5).members == ("a", "b", "c"), "it is no node to grow by"
+    story.states["d"] = ""
+    story.passes(2)
+    story.checkpoint += 1
+    assert story.passes(5).members == ("a", "b", "c", "d")
+    story.states["b"], story.states["a"] = "failed", "training"
+    story.passes(1)
+    story.states["b"] = ""
+    assert story.passes(200).task == "wait", "the leader's own node had rank 0"
 
 
 def test_giving_up_refusing_and_finishing_are_the_same_for_all() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cuboid.checkpoint.terms import Term, Terms
-from cuboid.launch.coordinator import Status
+from cuboid.launch.coordinator import Order, Status
 from cuboid.launch.coordinator_rpc import CoordinatorClient
 from cuboid.launch.leadership import Leadership, leader_answers, secret_of
 from cuboid.launch.network import Endpoint, Interface, listen
@@ -123,9 +125,91 @@ def test_who_cannot_reach_the_folder_leads_no_more(
     shutil.move(tmp_path / "elsewhere", tmp_path / "run")
 
 
-def test_a_folder_that_is_locked_and_alive_is_not_taken_over(start: Callable[[str], Node]) -> None:
-    first, second = start("a"), start("b")
+def test_who_gets_no_answer_from_the_folder_leads_no_more(
+    start: Callable[[str], Node], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a network file system whose server is gone: a call does not return, and raises nothing."""
+    first = start("a")
+    answers, asked = threading.Event(), Terms.newest
     assert first.lead()
+    led = first.leadership
+
+    def newest(terms: Terms) -> Term | None:
+        answers.wait()
+        return asked(terms)
+
+    monkeypatch.setattr(Terms, "newest", newest)
+    wait(lambda: not led.leads)
+    answers.set()
+    assert "the run's folder does not answer: this node leads no more" in capsys.readouterr().err
+
+
+def test_words_that_nobody_takes_and_a_folder_that_fails_keep_nobody_from_deciding(
+    start: Callable[[str], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("cuboid.launch.leadership._tell", fails)
+    monkeypatch.setattr("cuboid.launch.leadership.say", fails)
+    monkeypatch.setattr("cuboid.launch.leadership.forget_reports", fails)
+    first, second = start("a"), start("b")
+    contacts = train_together(first, second)
+    order = contacts[1].order
+    assert order is not None
+    contacts[1].tell(Status(order.number, "failed", "a rank died"))
+    for contact in contacts:
+        again = contact.next(order.number, 60.0, lambda: False)
+        assert again is not None and again.task == "wait"
+        contact.tell(Status(again.number, "ready"))
+    wait(lambda: all(contact.order is not None and contact.order.number > again.number for contact in contacts))
+
+
+def test_a_node_takes_over_although_the_folder_fails_for_a_moment(
+    start: Callable[[str], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = start("a"), start("b")
+    train_together(first, second)
+    real, failures = try_claim, []
+
+    def fails_once(folder: Path) -> int | None:
+        if not failures:
+            failures.append(folder)
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(folder)
+
+    time.sleep(2)  # the second has seen that the first holds the lock
+    monkeypatch.setattr("cuboid.launch.leadership.try_claim", fails_once)
+    first.leadership.abandon()
+    first.close()
+    first.lock = None
+    wait(lambda: second.leadership.leads)
+    assert failures
+
+
+def test_a_lock_that_the_leader_does_not_hold_says_nothing(start: Callable[[str], Node]) -> None:
+    """It was held by who led before, stood still, and has ended by now."""
+    first, second = start("a"), start("b")
+    frozen = try_claim(Path(first.run.output.folder))
+    assert frozen is not None
+    train_together(first, second, locked=False)
+    terms = Terms(Path(first.run.output.folder))
+    assert not (terms.newest() or Term(0)).locked
+    time.sleep(2)
+    os.close(frozen)
+    wait(lambda: (terms.newest() or Term(0)).locked)
+    with pytest.raises(BlockingIOError):
+        try_claim(Path(first.run.output.folder))
+
+
+def train_together(first: Node, second: Node, locked: bool = True) -> list[CoordinatorClient]:
+    """`locked`: whether the first has claimed the folder before it leads."""
+    if locked:
+        assert first.lead()
+    else:
+        after = Order(1, "wait")
+        where = first.nodes.endpoint
+        assert first.leadership.lead(listen(where.host, where.port), after)
     first.leadership.serve_store()
     contacts = [first.follow(), second.follow()]
     waits = [contact.next(None, 60.0, lambda: False) for contact in contacts]
@@ -133,6 +217,12 @@ def test_a_folder_that_is_locked_and_alive_is_not_taken_over(start: Callable[[st
         assert order is not None
         contact.tell(Status(order.number, "ready"))
     wait(lambda: all(contact.order is not None and contact.order.task == "train" for contact in contacts))
+    return contacts
+
+
+def test_a_folder_that_is_locked_and_alive_is_not_taken_over(start: Callable[[str], Node]) -> None:
+    first, second = start("a"), start("b")
+    train_together(first, second)
     time.sleep(3)  # more beats than a node that hears nothing waits for
     assert first.leadership.leads and not second.leadership.leads
     assert (Terms(Path(first.run.output.folder)).newest() or Term(0)).number == 1
