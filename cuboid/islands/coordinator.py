@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cuboid.errors import RankError, UserError
+from cuboid.islands.batches import Batches
 from cuboid.islands.membership import Membership, Round
 from cuboid.readers import parse_json
 from cuboid.secure_channel import Channel, Door, Stranger, greet
@@ -71,10 +72,20 @@ class Coordinator:
         while self._open:
             with self._lock:
                 self._members.decide(time.monotonic())
+                if self._members.is_without_quorum:
+                    self._look_elsewhere()
                 self._tell()
                 for line in [line for number, line in self._lines.items() if number not in self._members.islands]:
                     line.hang_up()  # it joins again
                 self._lock.wait(0.1)
+
+    def _look_elsewhere(self) -> None:
+        """Those that are still here join anew: where the others decide, or here, once enough are back."""
+        self._members = self._members.anew()
+        self._welcome.clear()
+        for line in list(self._lines.values()):
+            line.hang_up()
+        self._lines.clear()
 
     def _tell(self) -> None:
         known, members = self._members.rounds, self._members
@@ -141,6 +152,9 @@ class Coordinator:
             if members.is_apart(number, word):
                 line.send(json.dumps({"apart": APART}).encode())
                 return False
+            for name in ("round", "taken", "need"):
+                word[name] = int(word[name])
+            Batches(word["left"])  # an error here is the sender's, and later everybody's
             members.join(number, word["layout"], word["addresses"], word, time.monotonic())
             self._lines[number], self._told[number], self._known[number] = line, set(), {}
             if not word["running"]:

@@ -1,6 +1,7 @@
 """Who takes part in which round, and which batches of the data each island takes: decided at one place for all.
 
-A round is closed when all islands have arrived, or when enough have and grace is over. What the members sent is then
+A round is closed when all islands have arrived, or when enough have and grace is over; where fewer than a quorum are
+there, never: others may be a quorum at another place. What the members sent is then
 fetched by everyone; when all of them have it, or those that can, the round is committed, and everyone takes the same
 step. An island that is lost before that is omitted by all: the round is closed anew without it. A round that nobody
 left has, because its members are gone, is open again: those that still need it close it among themselves.
@@ -111,11 +112,13 @@ class Membership:
             self._continue(number)
 
     def is_apart(self, number: int, reported: Table) -> bool:
-        """Whether an island comes back that has taken steps which the others have decided anew, or has batches that
-        others have taken since."""
+        """Whether an island comes back that has taken steps which the others have decided anew, has batches that others
+        have taken since, or was away for so long that the round it waits for is forgotten."""
         before = self.islands.get(number)
         if not self.begun or not reported["running"] or (before is not None and before.entered):
             return False
+        if int(reported["round"]) < self.next and int(reported["round"]) not in self.rounds:
+            return True
         if set(self._queue_of(number, reported)) - set(self.returned):
             return True
         for known, said in reported.get("rounds", {}).items():
@@ -155,6 +158,24 @@ class Membership:
             for known, found in self.rounds.items():
                 if found.committed and known < island.round:
                     found.have.add(number)
+
+    def anew(self) -> Membership:
+        """Without what was decided here: who joins tells what is known."""
+        later = Membership(self._spec, self._steps)
+        later._run = self._run
+        return later
+
+    @property
+    def is_without_quorum(self) -> bool:
+        """Whether this place can decide no more: too many are gone, perhaps to where they are enough."""
+        there = sum(island.entered for island in self.islands.values())
+        return self.begun and not self.is_over and there < self._spec.quorum
+
+    @property
+    def _has_quorum(self) -> bool:
+        """Of islands that can be reached, whichever round they enter at. At the end some have left already."""
+        there = sum(island.connected and island.entered for island in self.islands.values())
+        return there >= self._spec.quorum or self.is_over
 
     @property
     def is_over(self) -> bool:
@@ -310,7 +331,7 @@ class Membership:
     def _may_close(self, now: float) -> bool:
         found = self.rounds.get(self.next)
         live = self._live(self.next)
-        if found is None or not found.tokens.keys() & live:
+        if found is None or not found.tokens.keys() & live or not self._has_quorum:
             return False
         if live <= found.tokens.keys():
             return True
@@ -333,6 +354,8 @@ class Membership:
 
     def _commit(self, number: int, found: Round, now: float) -> None:
         """Nobody has taken the step before, so those that are lost can still be omitted by all."""
+        if not self._has_quorum:
+            return
         members, live = found.members.keys(), self._live(number)
         missing = (members & live) - found.have
         if not missing and found.have:
