@@ -131,10 +131,19 @@ def load(
     reader = Reader(checkpoint, index, to_check)
     state = state_to_load(engine, optimizer)
     own = generators(engine) if manifest.layout == str(engine.run.layout) else {}
-    own = {name: held for name, held in own.items() if name in reader.names}
+    # Another PyTorch may keep a generator's state in another size.
+    own = {
+        name: held
+        for name, held in own.items()
+        if name in reader.names and reader.index[name]["shape"] == list(held.full_shape)
+    }
     missing = optimizer.beside().keys() - reader.names
-    reader.fill({**{name: held for name, held in state.items() if name not in missing}, **own})
-    damage = reader.damage
+    damage = None
+    try:
+        reader.fill({**{name: held for name, held in state.items() if name not in missing}, **own})
+    except Damage as error:  # what one rank finds all must know
+        damage = error
+    damage = damage or reader.damage
     if damage is None and (name := restore_generators(engine, own)):
         damage = Damage(locate(checkpoint), INDEX, f"is wrong about {name!r}, which is no state of a random generator")
     if group is not None:

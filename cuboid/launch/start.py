@@ -30,7 +30,7 @@ from cuboid.spec.run import Run, check_chosen, check_supported, dump_run
 from cuboid.training.callbacks import callback_classes
 from cuboid.training.claim import InUse, claimed
 from cuboid.training.learning_rate import check_schedule
-from cuboid.training.run_folder import as_begun, check_folders, checkpoint_folder, prepare_folder
+from cuboid.training.run_folder import RUN_FILE, as_begun, check_folders, checkpoint_folder, prepare_folder
 from cuboid.training.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -291,6 +291,10 @@ def _lead(
         if os.path.realpath(named) == os.path.realpath(run.output.folder):  # which is claimed
             named = ""
         if named:
+            # The checkpoints of a run that keeps them in its own folder, which is what it has claimed.
+            place, own = Path(named).resolve(), Path(run.output.folder).resolve()
+            if place.name == "checkpoints" and (place.parent / RUN_FILE).exists() and place.parent != own:
+                claims.enter_context(claimed(place.parent, field="checkpoint.folder"))
             claims.enter_context(claimed(Path(named), field="checkpoint.folder"))
         past = prepare_folder(run, overwrite, take_over)
         for note in notes:

@@ -55,6 +55,10 @@ WRITTEN = (
     "samples.jsonl",
     "profile",
 )
+ISLANDS_MAY_CHANGE = ("count", "quorum", "grace_seconds", "batch_weights", "rate", "ramp_rate")
+"""Settings of islands with which a run may resume: how many there are, and learning rates, as those of a run."""
+MAY_CHANGE_TOLD = ("gradient_clip", "z_loss", "prediction_loss", "dropout", "fp8_scaling", "fp8_experts", "loss_scale")
+"""Settings of `training` that decide what is computed, and with which a run may resume all the same: it says so."""
 UNSEEN = (IDENTITY, SECRET, LEADERS)
 """Of these, what a run may leave behind that never began."""
 CONTINUED = ("metrics.jsonl", EXPERTS, "timing-*.jsonl", "tracked.jsonl")
@@ -93,6 +97,12 @@ def check_same_training(old: Run, new: Run, owner: str = "") -> None:
         "data": (old.data, new.data),
         "optimizer": (old.optimizer, new.optimizer),
     }
+    if 1 not in (old.islands.count, new.islands.count):  # of one island these settings change nothing
+        fixed |= {
+            f"islands.{name}": (value, vars(new.islands)[name])
+            for name, value in vars(old.islands).items()
+            if name not in ISLANDS_MAY_CHANGE
+        }
     if owner:
         rates = (vars(old.learning_rate), vars(new.learning_rate))
         fixed |= {f"learning_rate.{name}": (rates[0][name], rates[1][name]) for name in rates[1]}
@@ -247,23 +257,35 @@ def _other_owner(run: Run, owner: Owner | None) -> Owner | None:
     found, manifest, _ = newest_whole(place, contents=False)
     if found is None or manifest is None or not run.checkpoint.folder:
         return None
-    wrote = run_of(found, manifest).output.folder
-    if wrote == run.output.folder:
+    wrote = run_of(found, manifest)
+    # Names are relative to where a run was started: the same name may be of another place.
+    same_place = wrote.checkpoint.folder == run.checkpoint.folder or _is_own_place(run)
+    if wrote.output.folder == run.output.folder and same_place:
         return None
-    return Owner("", wrote, "", manifest.run)
+    return Owner("", wrote.output.folder, "", manifest.run)
+
+
+def _is_own_place(run: Run) -> bool:
+    """Whether `checkpoint.folder` names the folder that is this run's without that."""
+    return os.path.realpath(run.checkpoint.folder) == os.path.realpath(Path(run.output.folder) / "checkpoints")
 
 
 def _check_past(run: Run, folder: Path, other: Owner | None, written: str) -> str:
     """Refuse what the folder, or the checkpoints there are, cannot continue with. `other`: the run they are of.
     `written`: the file that says so."""
-    known = (folder / RUN_FILE).exists()
+    known, finished = (folder / RUN_FILE).exists(), False
     if known:
-        check_same_training(load_run(folder / RUN_FILE), run)
+        before = load_run(folder / RUN_FILE)
+        check_same_training(before, run)
         _check_logs(folder)
+        finished = last_row(run) >= before.training.steps
+    elif folder.exists():
+        _require_run_file(folder, CONTINUED)
     if other is not None:
         check_same_training(parse_run(checkpoint_folder(run), written, other.run), run, other.named)
-    # Names and sizes only: the ranks compare checksums as they read.
-    found, manifest, _ = newest_whole(checkpoint_folder(run), contents=False)
+    # Names and sizes only, because the ranks compare checksums as they read; but of a finished run, which would have to
+    # begin anew where no checkpoint is whole, they must not be the first to see that.
+    found, manifest, _ = newest_whole(checkpoint_folder(run), contents=finished)
     if found is None or manifest is None:
         if newest_in_memory(run) or not known:
             return ""
@@ -281,7 +303,14 @@ def _check_past(run: Run, folder: Path, other: Owner | None, written: str) -> st
             f"{checkpoint_folder(run)}; use the same data, another output.folder, or --overwrite"
         )
     told = [f"resuming {other.named}"] if other is not None else []
-    return "; ".join([*told, *filter(None, [tell_change(saved, run, manifest.step)])])
+    return "; ".join([*told, *filter(None, [tell_change(saved, run, manifest.step), _tell_settings(saved, run)])])
+
+
+def _tell_settings(old: Run, new: Run) -> str:
+    """What the run computes otherwise from now on."""
+    pairs = {f"training.{name}": (vars(old.training)[name], vars(new.training)[name]) for name in MAY_CHANGE_TOLD}
+    changed = [f"{name}={now} (was {before})" for name, (before, now) in pairs.items() if before != now]
+    return f"{', '.join(changed)} from the next step on" if changed else ""
 
 
 def _check_logs(folder: Path) -> None:
@@ -316,11 +345,7 @@ def _check_cleared(run: Run, other: Owner | None) -> None:
         )
     folder = Path(run.output.folder)
     if not (folder / RUN_FILE).exists():
-        for path in (path for pattern in WRITTEN if pattern not in UNSEEN for path in folder.glob(pattern)):
-            raise UserError(
-                f"output.folder={folder} has {path.name} and no {RUN_FILE}, so that it may not be a run's to "
-                "overwrite; remove it, or use another folder"
-            )
+        _require_run_file(folder, tuple(pattern for pattern in WRITTEN if pattern not in UNSEEN))
     kept = Path(run.checkpoint.folder or folder / "checkpoints") if "://" not in run.checkpoint.folder else folder
     written = [path for pattern in WRITTEN for path in folder.glob(pattern) if path.is_dir() and not path.is_symlink()]
     for path in (kept, *written):
@@ -328,6 +353,15 @@ def _check_cleared(run: Run, other: Owner | None) -> None:
             for above, _, _ in os.walk(path, onerror=_not_listed):
                 if not os.access(above, os.R_OK | os.W_OK | os.X_OK):  # half of a run would be gone
                     raise _not_removed(above, "Permission denied")
+
+
+def _require_run_file(folder: Path, patterns: tuple[str, ...]) -> None:
+    """Refuse files under names of a run's own where no run says that it has written them."""
+    for path in (path for pattern in patterns for path in folder.glob(pattern)):
+        raise UserError(
+            f"output.folder={folder} has {path.name} and no {RUN_FILE}, so that it may not be a run's to overwrite; "
+            "remove it, or use another folder"
+        )
 
 
 def _not_listed(problem: OSError) -> None:

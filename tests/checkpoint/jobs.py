@@ -23,6 +23,7 @@ from cuboid.generate.engine import make_generator
 from cuboid.parallel.parallelize import build_engine, draw_weights
 from cuboid.spec.generation import GenerationSpec
 from cuboid.spec.run import Run
+from cuboid.training.checkpointer import Checkpointer
 from cuboid.training.learning_rate import learning_rate
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import train_step
@@ -77,6 +78,12 @@ def train_part(
     losses = [loss_of(step) for step in range(start, stop)]
     save(engine, optimizer, Path(folder), stop)
     return losses + [loss_of(step) for step in range(stop, stop + beyond)]
+
+
+def found_at_resume(rank: int, run: Run) -> int:
+    """After which step a rank resumes."""
+    engine = build_engine(run, rank, CPU, draw=False)
+    return Checkpointer(engine, Optimizer(engine, run.optimizer), rank, quiet=True).found
 
 
 def unlike_a_beginning(rank: int, run: Run) -> list[str]:

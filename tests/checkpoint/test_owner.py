@@ -316,3 +316,38 @@ def test_of_several_processes_that_start_in_one_moment_one_begins(tmp_path: Path
         assert all("in the same moment" in word or "is that of the run in" in word for word in said if word != "began")
         assert len(newest_claims(locate(tmp_path / f"kept{number}")).names) == 1
     assert len(told[0]) == rounds
+
+
+def test_the_same_name_of_an_output_folder_elsewhere_is_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two users who start from folders of their own, both with the name that runs have by default."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    first = short_run("dp=1", "runs/default", "training.steps=4", "checkpoint.every=2")
+    prepare_folder(first)
+    train_rank(0, first)
+    place = tmp_path / "one/runs/default/checkpoints"
+    before = held(str(place))
+    monkeypatch.chdir(tmp_path / "two")
+    common = ("training.steps=4", "checkpoint.every=2", f"checkpoint.folder={place}", "learning_rate.peak=1e-2")
+    second = short_run("dp=1", "runs/default", *common)
+    with pytest.raises(UserError, match=r"is that of the run in runs/default, and learning_rate.peak=0.01"):
+        prepare_folder(second)
+    with pytest.raises(UserError, match="whose checkpoints --overwrite would remove"):
+        prepare_folder(second, overwrite=True)
+    assert held(str(place)) == before and len(before) == 2
+    monkeypatch.chdir(tmp_path / "one")
+    prepare_folder(short_run("dp=1", "runs/default", *common))  # it is its own
+
+
+def test_checkpoints_of_a_run_that_trains_now_are_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where that run has not named them: what it has claimed is its output folder."""
+    first = made(tmp_path, "first", "")
+    prepare_folder(first)
+    with claimed(Path(first.output.folder)):
+        (tmp_path / "second.toml").write_text(dump_run(made(tmp_path, "second", str(tmp_path / "first/checkpoints"))))
+        assert main(["train", str(tmp_path / "second.toml")]) == 2
+    assert "first is in use by another run" in capsys.readouterr().err
+    assert not (tmp_path / "second").exists()

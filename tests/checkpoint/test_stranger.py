@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, checksum_of_bytes, read_manifest
 from cuboid.checkpoint.owner import FIRST as OWNER
 from cuboid.checkpoint.save import load, save
@@ -18,11 +20,13 @@ from cuboid.checkpoint.storage import whole_tensors
 from cuboid.checkpoint.verify import damages, verify
 from cuboid.cli.main import main
 from cuboid.errors import UserError
+from cuboid.launch.pool import Pool
 from cuboid.parallel.parallelize import build_engine
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.run_folder import prepare_folder
 from tests.checkpoint.jobs import CPU, SMALL
 from tests.parallel.cases import small_run
+from tests.training.cases import short_run
 
 
 class Bomb:
@@ -200,3 +204,24 @@ def test_a_generator_that_is_none(tmp_path: Path) -> None:
     put(saved, file.name, bytes(content))
     with pytest.raises(UserError, match="generator/cpu/00000', which is no state of a random generator"):
         load(engine, optimizer, saved)
+
+
+@pytest.mark.parametrize(("kind", "resumed"), [("generator", 4), ("exp_avg", 2)])
+def test_what_does_not_fit_is_known_to_all_ranks_and_an_older_checkpoint_is_used(
+    pool: Pool, tmp_path: Path, kind: str, resumed: int
+) -> None:
+    """A generator's state of another size is another PyTorch's, and nothing draws from it."""
+    run = short_run("dp=2", str(tmp_path), "training.steps=4", "checkpoint.every=2")
+    prepare_folder(run)
+    pool.run("tests.training.cases:train_rank", (run,), ranks=2)
+    newest = checkpoint_path(tmp_path / "checkpoints", 4)
+    folder = tmp_path / "checkpoints" / newest.name
+    index = json.loads((folder / INDEX).read_bytes())
+    name = next(name for name in index if name.startswith(f"{kind}/"))
+    rows, *rest = index[name]["shape"]
+    index[name] |= {"shape": [8] if kind == "generator" else [rows + 1, *rest]}
+    if kind == "generator":
+        index[name]["chunks"][0] |= {"lengths": [8], "bytes": 8}
+    put(folder, INDEX, json.dumps(index).encode())
+    again = replace(run, training=replace(run.training, steps=6))
+    assert pool.run("tests.checkpoint.jobs:found_at_resume", (again,), ranks=2) == [resumed, resumed]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from cuboid.errors import UserError
 from cuboid.spec.run import Run, build_run, load_run
 from cuboid.telemetry.rows import metric_rows
 from cuboid.training.run_folder import Rows, as_begun, last_step, layer_names, prepare_folder
+from tests.training.cases import short_run, train_rank
 
 
 def run_in(folder: Path, steps: int = 5) -> Run:
@@ -248,3 +250,49 @@ def test_a_run_that_began_with_noise_on_logits_keeps_it(tmp_path: Path) -> None:
     assert said == "the run continues with model.mixture.noise_on=logits, as it began"
     assert load_run(path) == begun
     assert prepare_folder(begun) == f"{tmp_path} has no whole checkpoint: starting anew from step 0"
+
+
+def test_rows_of_a_run_that_is_not_told_of_are_not_written_over(tmp_path: Path) -> None:
+    prepare_folder(run_in(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "run.toml").unlink()
+    with pytest.raises(UserError, match=r"has metrics\.jsonl and no run\.toml"):
+        prepare_folder(run_in(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_finished_run_whose_checkpoints_are_all_damaged_is_not_trained_anew(tmp_path: Path) -> None:
+    run = short_run("dp=1", str(tmp_path / "run"), "training.steps=4", "checkpoint.every=2")
+    prepare_folder(run)
+    train_rank(0, run)
+    for path in tmp_path.glob("run/checkpoints/*/data-*.bin"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    rows = (tmp_path / "run/metrics.jsonl").read_bytes()
+    for steps in (4, 6):
+        again = replace(run, training=replace(run.training, steps=steps))
+        with pytest.raises(UserError, match="holds a run that finished its 4 steps, and no checkpoint"):
+            prepare_folder(again)
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == rows
+
+
+def test_what_islands_agree_on_may_not_change_and_what_else_is_computed_is_told(tmp_path: Path) -> None:
+    islands = ["islands.count=2", "islands.every=4", "islands.fragments=2"]
+    prepare_folder(build_run({"model": "tiny-llama"}, [f"output.folder={tmp_path / 'a'}", *islands]))
+    for setting in ("fragments=3", "every=8", "bits=8", "delay=1", "momentum=0.9"):
+        name = setting.partition("=")[0]
+        with pytest.raises(UserError, match=f"islands.{name}=.* is not .* of the run in"):
+            prepare_folder(
+                build_run({"model": "tiny-llama"}, [f"output.folder={tmp_path / 'a'}", *islands, f"islands.{setting}"])
+            )
+    for setting in ("count=3", "quorum=2", "rate=0.9"):
+        prepare_folder(
+            build_run({"model": "tiny-llama"}, [f"output.folder={tmp_path / 'a'}", *islands, f"islands.{setting}"])
+        )
+    run = short_run("dp=1", str(tmp_path / "b"), "training.steps=4", "checkpoint.every=2")
+    prepare_folder(run)
+    train_rank(0, run)
+    later = replace(run, training=replace(run.training, steps=6, dropout=0.5, gradient_clip=0.25))
+    told = prepare_folder(later)
+    assert "training.gradient_clip=0.25 (was 1.0), training.dropout=0.5 (was 0.0) from the next step on" in told
