@@ -83,6 +83,7 @@ ELSEWHERE = {
     "resilience/hang_dumps.py": "what ranks of this job wrote, and what the system says of them",
     "resilience/replan.py": "what the system says of its GPUs",
     "outputs.py": "nothing: what it opens is written",
+    "resilience/second_watch.py": "the heartbeat of its rank",
     "resilience/watchdog.py": "heartbeats of this job's ranks",
     "spec/cluster.py": "a file of the package",
     "spec/load.py": "files of the package",

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +16,7 @@ from cuboid.errors import RankError
 from cuboid.launch.place import Place
 from cuboid.resilience.diagnosis import Diagnosis, diagnose
 from cuboid.resilience.hang_dumps import offer_stack
+from cuboid.resilience.second_watch import Looks, second_watch
 from cuboid.resilience.watchdog import Watchdog, shared_folder
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT, Reading
@@ -125,8 +126,9 @@ def attempt() -> str:
 def watched_by_the_first(run: Run, place: Place | None) -> Iterator[None]:
     """Around a rank that torchrun or srun started, or the only one. No supervisor watches such ranks, so the first rank
     of each node does: it names a hang, keeps stacks and flight recorders, and ends the ranks for their launcher to
-    see. Its ranks are those that show themselves in a folder of the node, whatever their numbers: `srun
-    --distribution=cyclic` deals them round the nodes, and nodes may have different numbers of them."""
+    see; a process beside it ends the first rank if that does so no more. Its ranks are those that show themselves in a
+    folder of the node, whatever their numbers: `srun --distribution=cyclic` deals them round the nodes, and nodes may
+    have different numbers of them."""
     if place is None or place.world_size == 1:
         yield
         return
@@ -144,5 +146,10 @@ def watched_by_the_first(run: Run, place: Place | None) -> Iterator[None]:
         print(f"error: {sentence}", file=sys.stderr, flush=True)
 
     judge, everywhere = judge_with_all(here), stand_still_everywhere(here)
-    with Watchdog(run, place.local_world_size, judge, everywhere, folder, announce):
+    looks, spec = Looks(folder), run.resilience
+    second = second_watch(folder, place.rank, spec.hang_floor_seconds, spec.setup_seconds)
+    with (
+        second if spec.hang_factor else nullcontext(),  # a job that may stand still for ever
+        Watchdog(run, place.local_world_size, judge, everywhere, folder, announce, looks=looks),
+    ):
         yield

@@ -24,6 +24,7 @@ from cuboid.resilience.diagnosis import GONE, NOT_BEGUN, Diagnosis, diagnose
 from cuboid.resilience.goodput import Attempt, note_attempt
 from cuboid.resilience.hang_dumps import Open, Recorders, collect_stacks, is_compiling, oldest_open, tell_open
 from cuboid.resilience.rebalance import Pace
+from cuboid.resilience.second_watch import ENDING, Looks
 from cuboid.resilience.standstill import Limit, Silence, Standstill, limit_of_all
 from cuboid.resilience.stragglers import Stragglers
 from cuboid.spec.run import Run
@@ -66,13 +67,15 @@ class Watchdog:
         folder: Path | None = None,
         announce: Callable[[str], None] | None = None,
         told: Callable[[Pace], None] | None = None,
+        looks: Looks | None = None,
     ) -> None:
         """`ranks`: their numbers, or how many will show themselves in `folder`. `judge`: who holds up the job, by the
         readings of this machine and those of other nodes. `everywhere`: tells them whether all ranks here stand still,
         and returns whether those of all nodes do. `folder`: where ranks that somebody else started write their
         heartbeats. `announce`: told who hangs before all ranks are ended. `told`: hears what the steps of the ranks
-        here are made of."""
+        here are made of. `looks`: by which another process sees that this one still looks."""
         self._run, self._given, self._announce, self._told = run, folder, announce, told
+        self._looks = looks
         self._ranks, self._all = ((), ranks) if isinstance(ranks, int) else (ranks, len(ranks))
         self._judge = judge
         self._standstill = Standstill(run.resilience, everywhere, lambda reading: is_compiling(reading, self.folder))
@@ -123,6 +126,8 @@ class Watchdog:
         silence = Silence(TICK)
         stragglers = Stragglers(self._run.layout, Path(self._run.output.folder), self.folder)
         while not self._over.wait(TICK):
+            if self._looks is not None:
+                self._looks.count()
             self._open()
             all_there = len(self._words) == self._all
             if all_there and stragglers.is_due(self._words[self._ranks[0]][STEP]):
@@ -158,6 +163,8 @@ class Watchdog:
 
     def _end(self, readings: list[Reading], limit: Limit, seconds: float) -> None:
         """Say who hangs, keep what tells why, and end all ranks: the attempt fails with what is said here."""
+        if self._looks is not None:
+            self._looks.count(ENDING)
         moment, folder = time.time(), Path(self._run.output.folder)
         target = _next_report(folder)
         try:
