@@ -8,6 +8,7 @@ import mmap
 import os
 import shutil
 import signal
+import stat
 import tempfile
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from cuboid.errors import HangError
+from cuboid.errors import HangError, UserError
 from cuboid.resilience.diagnosis import GONE, NOT_BEGUN, Diagnosis, diagnose
 from cuboid.resilience.goodput import Attempt, note_attempt
 from cuboid.resilience.hang_dumps import Open, Recorders, collect_stacks, is_compiling, oldest_open, tell_open
@@ -214,9 +215,17 @@ def _next_report(folder: Path) -> Path:
 
 
 def shared_folder(attempt: str) -> Path:
-    """The same for all ranks of this node that one launcher started, for one attempt of theirs."""
+    """The same for all ranks of this node that one launcher started, for one attempt of theirs. Others can guess its
+    name and write beside it, so it is believed only if it is ours."""
     folder = Path(memory_folder()) / f"{prefix_of('heartbeats', _launcher())}{attempt}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+        raise UserError(
+            f"{folder}, where ranks show what they do, is not a folder of this user alone; remove it, or start the job "
+            "again, which gives it another name"
+        )
     return folder
 
 

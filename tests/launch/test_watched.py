@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from cuboid.errors import UserError
 from cuboid.launch.place import Place as JobPlace
 from cuboid.launch.place import local_places
 from cuboid.launch.rendezvous import serve_store
 from cuboid.launch.watched import attempt, beside, judge_with_all, stand_still_everywhere, watched_by_the_first
 from cuboid.resilience.diagnosis import diagnose
+from cuboid.resilience.watchdog import shared_folder
 from cuboid.spec.run import build_run
 from cuboid.telemetry.heartbeat import HEARTBEAT, Place, Reading, Waiting
 from tests.launch.ports import free_port
@@ -102,6 +106,32 @@ def test_ranks_that_torchrun_starts_again_meet_where_nobody_has_spoken(monkeypat
     assert attempt() == "attempt-0"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert attempt() == "attempt-2"
+
+
+@pytest.mark.parametrize("made", ["by nobody", "open to others", "a link", "a file", "by another user"])
+def test_a_folder_that_others_may_have_made_is_refused(made: str, tmp_path: Path) -> None:
+    """Its name can be guessed, and everybody may write beside it."""
+    name = f"attempt-{tmp_path.name}"
+    folder = shared_folder(name)
+    try:
+        assert shared_folder(name) == folder, "the ranks of a node have one"
+        folder.rmdir()
+        if made == "a link":
+            folder.symlink_to(tmp_path)
+        elif made == "a file":
+            folder.touch(0o600)
+        elif made != "by nobody":
+            folder.mkdir(0o755)
+        if made == "by another user" and os.getuid() == 0:  # only who may do everything can make one
+            folder.chmod(0o700)
+            os.chown(folder, 65534, 65534)
+        if made == "by nobody":
+            assert shared_folder(name) == folder
+        else:
+            with pytest.raises(UserError, match=rf"^{folder}, where ranks .*, is not a folder of this user alone; "):
+                shared_folder(name)
+    finally:
+        folder.rmdir() if folder.is_dir() and not folder.is_symlink() else folder.unlink()
 
 
 def test_a_rank_without_others_is_watched_by_nobody() -> None:
