@@ -75,7 +75,14 @@ def write(
     """Every rank calls this with its state staged; when it returns the checkpoint is published. `index`: of all ranks,
     on rank 0. `ownership`: of the folder it is published in."""
     writer = Writer(target, group.rank, manifest, staging)
-    problem = group.broadcast(_problem(lambda: writer.open(ownership is not None)) if group.rank == 0 else "")
+
+    def may_write() -> str:
+        return _problem(FENCE.check) or (_problem(ownership.check) if ownership else "")
+
+    # Also before anything is opened: that removes what is there of this step, which another leader may have written.
+    problem = may_write() if group.rank == 0 else ""
+    problem = problem or (_problem(lambda: writer.open(ownership is not None)) if group.rank == 0 else "")
+    problem = group.broadcast(problem)
     if not problem:
         own: list[StoredFile | None] = []
         said = _problem(lambda: own.append(writer.write()))
@@ -83,7 +90,7 @@ def write(
         if group.rank == 0:
             files = {data_file(rank): file for rank, (_, file) in enumerate(told) if file is not None}
             first = next((said for said, _ in told if said), "")
-            problem = first or _problem(FENCE.check) or (_problem(ownership.check) if ownership else "")
+            problem = first or may_write()
             problem = problem or _problem(lambda: writer.publish(index, files))
         problem = group.broadcast(problem)
     if problem:

@@ -7,14 +7,16 @@ import io
 import os
 import threading
 from contextlib import redirect_stderr
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
 
 from cuboid.checkpoint import location
-from cuboid.checkpoint.folder import checkpoints, step_of
+from cuboid.checkpoint.folder import checkpoint_path, checkpoints, step_of
 from cuboid.checkpoint.location import LocalFiles, Location
-from cuboid.checkpoint.save import Saver, SaveReport
+from cuboid.checkpoint.save import GivenUp, Saver, SaveReport, save
+from cuboid.checkpoint.terms import FENCE, Term, Terms
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.coordination import open_coordination
@@ -116,3 +118,22 @@ def outlast_a_stuck_rank(rank: int, run: Run) -> tuple[list[int], list[str]]:
     steps.saver.save(3)
     warnings = [report.warning for report in steps.saver.finish()]
     return steps.published(), warnings
+
+
+def save_after_another_leads(rank: int, run: Run) -> str:
+    """What this rank is told."""
+    folder, target = Path(run.output.folder), checkpoint_path(checkpoint_folder(run), 1)
+    if rank == 0:
+        Terms(folder).take(Term(2, "another"))
+        aside = Path(target.parent.path) / f".{target.name}.writing"
+        aside.mkdir(parents=True)
+        (aside / "data-00000.bin").write_text("new")
+    steps = Steps(rank, run, LocalFiles())
+    FENCE.set(run.output.folder, 1)
+    try:
+        save(steps.engine, steps.optimizer, checkpoint_folder(run), 1)
+    except GivenUp as given:
+        return str(given)
+    finally:
+        FENCE.set("", 0)
+    return "saved"

@@ -82,3 +82,11 @@ def test_a_rank_that_does_not_answer_costs_a_save(pool: Pool, tmp_path: Path) ->
         "",
     ]
     assert verify(checkpoint_path(tmp_path / "checkpoints", 3)).step == 3
+
+
+def test_who_no_longer_leads_removes_nothing_of_who_does(pool: Pool, tmp_path: Path) -> None:
+    """One was frozen just before its save, and another has begun to write that step since."""
+    run = small_run("dp=2", f"output.folder={tmp_path}", "checkpoint.timeout_seconds=60")
+    told = pool.run("tests.checkpoint.saver_jobs:save_after_another_leads", (run,), ranks=2)
+    assert told == ["another node leads this run now; this one writes nothing more"] * 2
+    assert [path.read_text() for path in (tmp_path / "checkpoints").glob(".step-00000001.writing/*")] == ["new"]
