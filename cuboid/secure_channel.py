@@ -14,6 +14,7 @@ connection. Nothing is encrypted: who can read the wire reads the messages.
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import os
 import secrets
 import socket
@@ -21,6 +22,7 @@ import stat
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +36,10 @@ LONGEST = 1 << 20
 GREETING = 5.0
 """Seconds in which whoever connects must have proved itself."""
 PENDING = 64
-"""Connections that have proved nothing yet; one more ends the oldest of them, which proves nothing soonest."""
+"""Connections that have proved nothing yet; one more ends the oldest of whoever has most of them."""
+QUIET, ASKED, TIMES = 20, 10, 4
+"""Seconds without a word after which the other machine is asked whether it is there, how often, and how many times
+before the connection ends: a cable that is cut says nothing, and who only listens would wait for ever."""
 
 
 class Stranger(OSError):
@@ -217,6 +222,7 @@ def greet(
     line: socket.socket, secret: bytes, purpose: str, longest: int = LONGEST, seconds: float = GREETING
 ) -> Channel:
     """The client's part. `purpose` is what both ends want of each other; nothing said for another one counts."""
+    _keep_asking(line)
     until, own = time.monotonic() + seconds, secrets.token_bytes(NONCE)
     line.sendall(MAGIC + own)
     theirs = _read(line, NONCE, until)
@@ -233,6 +239,7 @@ def admit(
     line: socket.socket, secret: bytes, purpose: str, longest: int = LONGEST, seconds: float = GREETING
 ) -> Channel:
     """The server's part."""
+    _keep_asking(line)
     until, own = time.monotonic() + seconds, secrets.token_bytes(NONCE)
     if _read(line, len(MAGIC), until) != MAGIC:
         raise Stranger("it does not speak this protocol")
@@ -249,6 +256,17 @@ def _derive(secret: bytes, label: bytes, purpose: str, nonces: bytes) -> bytes:
     return hmac.digest(secret, b"\0".join((MAGIC, label, purpose.encode(), nonces)), "sha256")
 
 
+def _keep_asking(line: socket.socket) -> None:
+    """What systems call these differs, and a pair of sockets in one machine has none of them."""
+    idle = getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALIVE", None))
+    times = {idle: QUIET, getattr(socket, "TCP_KEEPINTVL", None): ASKED, getattr(socket, "TCP_KEEPCNT", None): TIMES}
+    with suppress(OSError):
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in times.items():
+            if name is not None:
+                line.setsockopt(socket.IPPROTO_TCP, name, value)
+
+
 def _read(line: socket.socket, size: int, until: float) -> bytes:
     found = b""
     while len(found) < size:
@@ -258,6 +276,17 @@ def _read(line: socket.socket, size: int, until: float) -> bytes:
             raise ConnectionError("it left before it had proved anything")  # one of too many, perhaps
         found += part
     return found
+
+
+def _origin(address: tuple[str, int]) -> str:
+    """Of who connects. Whoever has one address of the new internet has all of its network."""
+    try:
+        host = ipaddress.ip_address(address[0].partition("%")[0])
+    except (ValueError, IndexError):
+        return ""
+    if isinstance(host, ipaddress.IPv6Address):
+        host = host.ipv4_mapped or ipaddress.ip_network((host, 64), strict=False).network_address
+    return str(host)
 
 
 class Door:
@@ -275,7 +304,8 @@ class Door:
         """`most`: connections that have proved themselves."""
         self._listener, self._secret, self._purpose, self._longest = listener, secret, purpose, longest
         self._work, self._most = serve, most
-        self._pending: dict[socket.socket, None] = {}
+        self._pending: dict[socket.socket, str] = {}
+        """Oldest first, and where each comes from."""
         self._served = 0
         self._lock = threading.Lock()
         self._open = True
@@ -291,14 +321,16 @@ class Door:
     def _accept(self) -> None:
         while self._open:
             try:
-                line, _ = self._listener.accept()
+                line, address = self._listener.accept()
             except OSError:
                 time.sleep(0.01)  # no more files may be open: those of strangers are closed soon
                 continue
             with self._lock:
-                self._pending[line] = None
-                oldest = [next(iter(self._pending))] if len(self._pending) > PENDING else []
-                for one in oldest:
+                self._pending[line] = _origin(address)
+                if len(self._pending) > PENDING:
+                    # A stranger that floods the door turns away itself, and none that has yet to prove itself.
+                    most = Counter(self._pending.values()).most_common(1)[0][0]
+                    one = next(each for each, origin in self._pending.items() if origin == most)
                     del self._pending[one]
                     with suppress(OSError):  # its thread may have closed it just now
                         one.shutdown(socket.SHUT_RDWR)

@@ -26,6 +26,7 @@ from cuboid.secure_channel import (
     Channel,
     Door,
     Stranger,
+    _origin,
     admit,
     given_secret,
     greet,
@@ -105,9 +106,11 @@ class Echo:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.where = self.listener.getsockname()
         self.heard: list[bytes] = []
+        self.channels: list[Channel] = []
         self.door = Door(self.listener, SECRET, "echo", self._serve)
 
     def _serve(self, channel: Channel) -> None:
+        self.channels.append(channel)
         while message := channel.receive():
             self.heard.append(message)
             channel.send(message)
@@ -206,6 +209,41 @@ def test_a_thousand_who_say_nothing_keep_nobody_out(echo: Echo) -> None:
     while echo.door._pending:
         assert time.monotonic() < limit
         time.sleep(0.01)
+
+
+def test_a_flood_from_one_address_turns_away_itself(echo: Echo) -> None:
+    """Who is slow to prove itself, as over a long line, is not the one to go."""
+    with ExitStack() as held:
+        honest = held.enter_context(socket.create_connection(echo.where, timeout=60))
+        time.sleep(0.2)
+        for _ in range(4 * PENDING):
+            held.enter_context(socket.create_connection(echo.where, source_address=("127.0.0.2", 0)))
+        channel = greet(honest, SECRET, "echo")
+        channel.send(b"hello")
+        assert channel.receive() == b"hello"
+
+
+def test_where_a_connection_comes_from() -> None:
+    addresses = ["10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0", "fe80::2", "2001:db8:1:2:3::4", ""]
+    assert [_origin((address, 1)) for address in addresses] == [
+        *("10.0.0.1", "10.0.0.1", "fe80::", "fe80::", "2001:db8:1:2::", "")
+    ]
+
+
+def test_both_ends_notice_a_line_that_was_cut(echo: Echo) -> None:
+    """Nothing comes through it, not even its end: the system asks whether the other one is there, and ends it."""
+    kept: list[socket.socket] = []
+    with socket.create_connection(echo.where, timeout=60) as line:
+        channel = greet(line, SECRET, "echo")
+        channel.send(b"hello")
+        assert channel.receive() == b"hello"
+        kept += [channel._line, *(each._line for each in echo.channels)]
+        assert len(kept) == 2
+        for end in kept:
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            idle, interval, times = (end.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+            assert idle + interval * times <= 60
 
 
 def test_a_door_outlives_a_moment_without_threads() -> None:
