@@ -41,11 +41,16 @@ class _Bundle:
         threading.Thread(target=self._send, daemon=True).start()
 
     def add(self, number: int, line: socket.socket) -> None:
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # short questions, each of which waits for an answer
-        with self._lock:
-            self._lines[number] = line
-            self._selector.register(line, selectors.EVENT_READ, number)
-        self._wake.send(b"x")  # who waits in select sees it only now
+        """One that comes when the channel has ended is closed, so that who waits at its other end is told."""
+        with suppress(OSError, ValueError):  # of what has been closed since
+            # Short questions, each of which waits for an answer.
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                self._lines[number] = line
+                self._selector.register(line, selectors.EVENT_READ, number)
+            self._wake.send(b"x")  # who waits in select sees it only now
+        if not self._open:
+            self._end(number)
 
     def receive(self) -> None:
         """Until the channel ends; then all connections of this end do."""

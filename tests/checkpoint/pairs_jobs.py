@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import struct
+import threading
 
 import torch
 
@@ -32,6 +34,31 @@ def copy(rank: int, secrets: list[bytes]) -> str:
     except OSError as error:
         return type(error).__name__
     return "copied"
+
+
+def die_and_come_again(rank: int) -> list[str]:
+    """Rank 1 greets rank 0 twice, resets one connection and says nonsense in the other, and then comes as it should.
+    What threads of this rank failed with."""
+    failed: list[str] = []
+    before, threading.excepthook = threading.excepthook, lambda told: failed.append(told.exc_type.__name__)
+    try:
+        pairs = Pairs(open_coordination(20), b"the secret of a job, known to both")
+        if rank:
+            pairs._group.store.wait([f"{pairs._place}/0"])
+            address, port = pairs._group.store.get(f"{pairs._place}/0").decode().split()
+            for nonsense in (b"", b"one two three"):
+                with socket.create_connection((address, int(port))) as line:
+                    channel = greet(line, pairs._key, f"{PURPOSE} 0")
+                    if nonsense:
+                        channel.send(nonsense)
+                    else:
+                        line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        pairs.connect([1 - rank])
+        pairs.break_off()
+        pairs._group.agree("")
+    finally:
+        threading.excepthook = before
+    return failed
 
 
 def _try(pairs: Pairs) -> str:

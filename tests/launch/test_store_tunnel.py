@@ -92,6 +92,22 @@ def test_ranks_learn_at_once_that_the_leading_node_is_gone(served: Served) -> No
         raise ConnectionError
 
 
+def test_a_rank_that_comes_as_the_tunnel_ends_is_told_so(served: Served) -> None:
+    """Its connection was accepted before, and joins the others after the last of them has ended."""
+    tunnel = served.tunnel()
+    tunnel.close()
+    limit = time.monotonic() + 60
+    while tunnel._bundle._woken.fileno() >= 0:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname(), timeout=60) as rank,
+    ):
+        tunnel._bundle.add(1, listener.accept()[0])
+        assert rank.recv(1) == b""
+
+
 def test_strangers_do_not_reach_the_store(served: Served) -> None:
     with pytest.raises(Stranger):
         StoreTunnel(*served.where, b"another secret of a stranger")

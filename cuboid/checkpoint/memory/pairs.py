@@ -140,7 +140,10 @@ class Pairs:
             self._links[other] = _Link(channel, self._group.seconds)
 
     def _serve(self, channel: Channel) -> None:
-        number, other = map(int, (channel.receive() or b"-1 -1").split())
+        try:
+            number, other = map(int, (channel.receive() or b"-1 -1").split())
+        except (OSError, ValueError):
+            return  # it died right after its greeting, and comes again if it lives
         with self._came:
             # Who was quicker to connect anew is taken as soon as this rank is so far.
             self._came.wait_for(lambda: self._number >= number, self._group.seconds)
