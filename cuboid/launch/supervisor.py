@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -151,14 +152,15 @@ def launch(
 ) -> Outcome:
     """One attempt with these ranks on this machine: from the newest checkpoint to the end, or to the first failure.
     `told`: as `Watchdog` has it."""
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from cuboid.launch.rank import run_started_rank
     from cuboid.launch.rendezvous import BACKEND
 
-    config = LaunchConfig(
+    configure = partial(
+        LaunchConfig,
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=len(places),
@@ -178,7 +180,9 @@ def launch(
     reports: list[Report] = []
     try:
         with watchdog:
-            ranks = elastic_launch(config, run_started_rank)
+            # Else the agent makes a folder for them that nobody removes.
+            logs = DefaultLogsSpecs(log_dir=str(watchdog.folder / "agent"))
+            ranks = elastic_launch(configure(logs_specs=logs), run_started_rank)
             try:
                 outcomes: dict[int, Outcome] = ranks(run, quiet, places, pids, str(watchdog.folder))
             finally:

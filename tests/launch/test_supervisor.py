@@ -15,7 +15,7 @@ from cuboid.launch.pool import Pool
 from cuboid.launch.supervisor import supervise
 from cuboid.resilience.goodput import failures
 from cuboid.spec.run import build_run
-from tests.cli.command import SHORT, Training, rows
+from tests.cli.command import SHORT, Training, rows, run, train
 
 FIELDS = ("checkpoint.every=2", "training.precision=float64", "learning_rate.schedule=constant", "model.layers=4")
 
@@ -41,6 +41,15 @@ def test_a_killed_rank_costs_a_restart_and_changes_no_number(tmp_path: Path, poo
     assert killed == [row["loss"] for row in rows(tmp_path / "unharmed/metrics.jsonl")]
     (noted,) = failures(folder)
     assert noted.restarted and noted.checkpoint in range(2, len(killed), 2)
+
+
+def test_attempts_leave_no_folders_of_their_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that fails nor the next."""
+    (tmp_path / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
+    ended = run(train("--layout", "dp=2", "--inject", "kill rank=1 step=3", "--set", "checkpoint.every=1"), tmp_path)
+    assert ended.returncode == 0 and "starting again" in ended.stderr, ended.stderr
+    assert list((tmp_path / "t").iterdir()) == []
 
 
 def test_a_killed_supervisor_takes_ranks_with_it_that_are_stopped(tmp_path: Path) -> None:
