@@ -216,8 +216,12 @@ def test_a_flood_from_one_address_turns_away_itself(echo: Echo) -> None:
     with ExitStack() as held:
         honest = held.enter_context(socket.create_connection(echo.where, timeout=60))
         time.sleep(0.2)
-        for _ in range(4 * PENDING):
-            held.enter_context(socket.create_connection(echo.where, source_address=("127.0.0.2", 0)))
+        flood = [
+            held.enter_context(socket.create_connection(echo.where, 60, source_address=("127.0.0.2", 0)))
+            for _ in range(PENDING + 10)
+        ]
+        for line in flood[:5]:
+            assert line.recv(1) == b"", "the oldest of them are turned away"
         channel = greet(honest, SECRET, "echo")
         channel.send(b"hello")
         assert channel.receive() == b"hello"
