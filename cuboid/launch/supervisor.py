@@ -53,7 +53,9 @@ class Restarts:
         step = newest_kept(self._run)
         self._fruitless = 0 if step > self._reached else self._fruitless + 1
         self._reached = max(step, self._reached)
-        again = self._run.checkpoint.keeps and self._fruitless <= self._run.resilience.restarts
+        most = self._run.resilience.restarts
+        # 0 is never: not even after an attempt that made a checkpoint, which is not fruitless.
+        again = self._run.checkpoint.keeps and most > 0 and self._fruitless <= most
         now, lost = datetime.now(UTC).isoformat(timespec="seconds"), seconds_since(self._run, step)
         note_failure(self._run, Failure(now, reason, step, again, kind, node, layout, lost))
         if again:

@@ -79,6 +79,21 @@ def test_attempts_that_get_nowhere_come_to_an_end(tmp_path: Path) -> None:
     assert [failure.restarted for failure in failures(tmp_path)] == [True, True, True, True, False]
 
 
+def test_no_restarts_are_none_after_a_new_checkpoint_too(tmp_path: Path) -> None:
+    table = {"model": "tiny-llama", "output": {"folder": str(tmp_path)}, "checkpoint": {"every": 2}}
+    attempts = []
+
+    def attempt() -> float:
+        attempts.append(1)
+        (tmp_path / "checkpoints/step-00000002").mkdir(parents=True, exist_ok=True)
+        raise RankError("rank 1 failed")
+
+    with pytest.raises(RankError, match=r"^rank 1 failed$"):
+        supervise(build_run(table, ["resilience.restarts=0"]), attempt)
+    assert len(attempts) == 1
+    assert [failure.restarted for failure in failures(tmp_path)] == [False]
+
+
 def test_without_checkpoints_there_is_nothing_to_start_again_from(tmp_path: Path) -> None:
     calls = []
 
