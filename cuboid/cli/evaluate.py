@@ -92,7 +92,7 @@ def command(
         if tokens is not None and not tokens.is_integer():
             raise UserError(f"tokens={tokens:g} is no number of tokens; use --tokens 20000 or --tokens 1e6")
         count = None if tokens is None else int(tokens)
-        read = read_tokens(data, count, found.words, found.model.vocab, found.run)
+        read = read_tokens(data, count, found.words, found.model.vocab, found.run, found.data)
         held = read.tokens
         trained = found.run.training.sequence if found.run is not None else 2048
         requests = windows(held, sequence or min(trained, found.model.max_positions), overlap)

@@ -14,7 +14,7 @@ import psutil
 from numpy.typing import NDArray
 
 from cuboid.data.indexed import pair_paths
-from cuboid.data.opened import is_own, open_source, split_documents
+from cuboid.data.opened import data_identity, is_own, open_source, split_documents
 from cuboid.errors import UserError
 from cuboid.generate.batch import Request
 from cuboid.generate.detokenizer import Words
@@ -163,14 +163,16 @@ class MeasuredData:
     """Whether the model learned from them; None where nobody knows."""
 
 
-def read_tokens(source: str, count: int | None, words: Words, vocabulary: int, run: Run | None = None) -> MeasuredData:
+def read_tokens(
+    source: str, count: int | None, words: Words, vocabulary: int, run: Run | None = None, known: str = ""
+) -> MeasuredData:
     """The first `count` of them, which the data must hold; None: as many as are usual, or all where there are fewer.
-    `run`: that trained the model."""
+    `run`: that trained the model. `known`: the identity of its data as its checkpoint has it."""
     path = Path(source)
     if path.is_file() and not any(half.is_file() for half in pair_paths(path)):
         found, held, trained_on = *_text(path, words, USUAL if count is None else count), None
     elif source == HELD_OUT:
-        found, held, trained_on = _held_out(run, USUAL if count is None else count)
+        found, held, trained_on = _held_out(run, known, USUAL if count is None else count)
     else:
         if source == "synthetic":
             raise UserError("data=synthetic is no text; use python-stdlib, a store or a file of text")
@@ -208,7 +210,7 @@ def _text(path: Path, words: Words, count: int) -> tuple[list[int], int]:
     return some_tokens(found, len(found), count), len(found)
 
 
-def _held_out(run: Run | None, count: int) -> tuple[list[int], int, bool]:
+def _held_out(run: Run | None, known: str, count: int) -> tuple[list[int], int, bool]:
     """Of a mixture each source gives its weight of them."""
     if run is None or not run.data.holds_out:
         raise UserError(
@@ -223,6 +225,12 @@ def _held_out(run: Run | None, count: int) -> tuple[list[int], int, bool]:
     if data.validation:
         tokens = open_source(data.validation).tokens.tokens
         return some_tokens(tokens, len(tokens), count), len(tokens), _is_trained_on(data.validation, run) is True
+    # The split is of the documents there are: of other data it would hold some that were trained on.
+    if known and data_identity(run) != known:
+        raise UserError(
+            f"data={HELD_OUT} is not what the run held out: data.source={', '.join(data.sources)} holds other samples "
+            "than it did when the checkpoint was saved; use the same data, or --data and a source it was not trained on"
+        )
     found: list[int] = []
     held, total = 0, sum(data.weights.values())
     for name, weight in data.weights.items():

@@ -31,6 +31,8 @@ class Target:
     words: Words
     run: Run | None
     """That wrote the checkpoint."""
+    data: str = ""
+    """The identity of what it was trained on; empty where that is unknown."""
     notes: tuple[str, ...] = ()
     """About newer checkpoints that are damaged."""
 
@@ -55,7 +57,7 @@ def find_target(place: str, tokenizer: str | None = None) -> Target:
     run = run_of(found, manifest)
     Weights(found, run.model)
     words = words_of(companions(run).files, begins=False)
-    return Target(run.model, str(found), run.training.weights, _other(words, tokenizer), run, tuple(damaged))
+    return Target(run.model, str(found), run.training.weights, _other(words, tokenizer), run, manifest.data, tuple(damaged))
 
 
 def _other(words: Words, tokenizer: str | None) -> Words:

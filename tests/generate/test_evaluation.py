@@ -139,6 +139,19 @@ def test_what_a_run_held_out_is_measured_and_what_it_trained_on_is_said(
     assert read_tokens(web, None, BYTES, 257, None).trained_on is None, "nobody knows of a model from elsewhere"
 
 
+def test_data_that_changed_since_is_not_what_was_held_out(
+    tmp_path: Path, stores: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(stores / "web", tmp_path / "mine")
+    trained(tmp_path / "run", f"data.source={tmp_path / 'mine'}", "data.validation_fraction=0.1")
+    shutil.rmtree(tmp_path / "mine")
+    shutil.copytree(stores / "code", tmp_path / "mine")
+    assert main(["evaluate", str(tmp_path / "run"), "--device", "cpu", "--data", "held-out", "--json"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"data=held-out is not what the run held out: data.source={tmp_path / 'mine'} holds other" in said.err
+
+
 def test_held_out_data_of_a_mixture_and_of_a_source_of_its_own(tmp_path: Path, stores: Path) -> None:
     web, code = str(stores / "web"), str(stores / "code")
     fields = ["data.validation_fraction=0.1"]
