@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from cuboid.data.indexed import IndexedTokens, Tokens, check_pair, in_memory, largest_token, open_pair, pair_paths
-from cuboid.data.store import PREFIX, check_store, is_store, open_store
+from cuboid.data.store import BLOCK, PREFIX, check_store, is_store, open_store
 from cuboid.data.tokenizer import END_OF_DOCUMENT
 from cuboid.errors import UserError
-from cuboid.readers import read_bytes
+from cuboid.readers import plain_file, read_bytes
 from cuboid.spec.plugin import PythonModelSpec, is_plugin, load_plugin, resolve
 from cuboid.spec.run import Run
 from cuboid.spec.training import OWN_DATA
@@ -71,22 +71,50 @@ class OpenedSource:
     """Every token is below; None where nobody wrote it down."""
     completions: bool = False
     """Every second sequence is a completion, and only these are learned."""
-    identity: str = ""
-    """Equal for equal data."""
+    named: str = ""
+    """What a store's manifest or its name say of its data, which need not be read then."""
+
+    @property
+    def identity(self) -> str:
+        """Equal for equal data."""
+        if self.named or not isinstance(self.tokens.tokens, np.memmap):
+            return self.named
+        return json.dumps([self.counts, *map(_digest, pair_paths(self.name))])
+
+    @property
+    def counts(self) -> str:
+        """What was the identity of a pair before its bytes were a part of it, as checkpoints of then have it."""
+        return self.named or json.dumps([len(self.tokens.tokens), self.tokens.sequences, self.tokens.documents])
+
+
+SAMPLES, SAMPLE = 1 << 10, 1 << 16
+"""Of a file larger than READ_WHOLE so many parts of so many bytes stand for the rest, evenly spread."""
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with plain_file(path) as file:
+        size = path.stat().st_size
+        for start in range(0, min(READ_WHOLE, size), BLOCK):
+            digest.update(file.read(min(BLOCK, READ_WHOLE - start)))
+        last = size - SAMPLE
+        for number in range(SAMPLES if size > READ_WHOLE else 0):
+            file.seek(max(READ_WHOLE + (last - READ_WHOLE) * number // (SAMPLES - 1), 0))
+            digest.update(file.read(SAMPLE))
+    return digest.hexdigest()
 
 
 def open_source(name: str) -> OpenedSource:
     path = Path(name)
     if name == "python-stdlib":
-        return OpenedSource(name, in_memory(name, _python_files()), END_OF_DOCUMENT + 1, identity=name)
+        return OpenedSource(name, in_memory(name, _python_files()), END_OF_DOCUMENT + 1, named=name)
     if is_store(path):
         store = open_store(path)
         manifest = store.manifest
         identity = json.dumps([manifest.kind, {file: entry.sha256 for file, entry in manifest.files.items()}])
         return OpenedSource(name, store.tokens, manifest.vocabulary, manifest.kind == "completions", identity)
     if any(half.is_file() for half in pair_paths(path)):
-        pair = open_pair(path)
-        return OpenedSource(name, pair, None, identity=json.dumps([len(pair.tokens), pair.sequences, pair.documents]))
+        return OpenedSource(name, open_pair(path), None)
     if path.exists():
         option = " --completions" if ".jsonl" in path.suffixes else ""
         raise UserError(
@@ -216,15 +244,29 @@ def _verify(name: str) -> None:
         check_pair(path)
 
 
-def _identity(run: Run, name: str) -> str:
+def _identity(run: Run, name: str, by_counts: bool) -> str:
     if is_own(name):
         return _own_identity(run, name)
-    return "" if name == "synthetic" else open_source(name).identity
+    if name == "synthetic":
+        return ""
+    opened = open_source(name)
+    return opened.counts if by_counts else opened.identity
 
 
 def data_identity(run: Run) -> str:
-    """Equal for runs that meet the same samples in the same order: what a resumed run must share with its past."""
-    held = {name: _identity(run, name) for name in run.data.sources}
+    """Equal for runs that meet the same samples in the same order: what a resumed run must share with its past, as
+    `same_data` says."""
+    return _data_identity(run, by_counts=False)
+
+
+def same_data(run: Run, known: str) -> bool:
+    """Whether the run meets the samples of a checkpoint with this identity. Those written before the bytes of a
+    Megatron pair were a part of it say no more than its counts."""
+    return any(known == _data_identity(run, by_counts) for by_counts in (False, True))
+
+
+def _data_identity(run: Run, by_counts: bool) -> str:
+    held = {name: _identity(run, name, by_counts) for name in run.data.sources}
     facts = [held, list(run.data.weights.values()), run.data.packing, run.data.mask_across_documents]
     facts += [run.data.validation_fraction, run.training.sequence, run.training.seed, run.training.global_batch]
     facts += [run.training.batch_ramp] if run.training.batch_ramp else []

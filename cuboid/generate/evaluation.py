@@ -14,7 +14,7 @@ import psutil
 from numpy.typing import NDArray
 
 from cuboid.data.indexed import pair_paths
-from cuboid.data.opened import data_identity, is_own, open_source, split_documents
+from cuboid.data.opened import is_own, open_source, same_data, split_documents
 from cuboid.errors import UserError
 from cuboid.generate.batch import Request
 from cuboid.generate.detokenizer import Words
@@ -226,7 +226,7 @@ def _held_out(run: Run | None, known: str, count: int) -> tuple[list[int], int, 
         tokens = open_source(data.validation).tokens.tokens
         return some_tokens(tokens, len(tokens), count), len(tokens), _is_trained_on(data.validation, run) is True
     # The split is of the documents there are: of other data it would hold some that were trained on.
-    if known and data_identity(run) != known:
+    if known and not same_data(run, known):
         raise UserError(
             f"data={HELD_OUT} is not what the run held out: data.source={', '.join(data.sources)} holds other samples "
             "than it did when the checkpoint was saved; use the same data, or --data and a source it was not trained on"

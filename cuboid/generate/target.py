@@ -57,7 +57,8 @@ def find_target(place: str, tokenizer: str | None = None) -> Target:
     run = run_of(found, manifest)
     Weights(found, run.model)
     words = words_of(companions(run).files, begins=False)
-    return Target(run.model, str(found), run.training.weights, _other(words, tokenizer), run, manifest.data, tuple(damaged))
+    words = _other(words, tokenizer)
+    return Target(run.model, str(found), run.training.weights, words, run, manifest.data, tuple(damaged))
 
 
 def _other(words: Words, tokenizer: str | None) -> Words:

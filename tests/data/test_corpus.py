@@ -1,5 +1,7 @@
 """Samples from documents: packed or padded, masked across documents, and completions that alone are learned."""
 
+import hashlib
+import json
 import tomllib
 from pathlib import Path
 
@@ -10,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuboid.data.corpus import Packed, Padded
-from cuboid.data.indexed import in_memory
+from cuboid.data.indexed import in_memory, write_pair
 from cuboid.data.loader import micro_batches
-from cuboid.data.opened import OpenedSource, check_data, data_identity, open_source
+from cuboid.data.opened import OpenedSource, check_data, data_identity, open_source, same_data
 from cuboid.data.source import make_source
 from cuboid.errors import UserError
 from cuboid.model.transformer import IGNORED
@@ -179,3 +181,41 @@ def test_the_identity_of_data_changes_with_what_is_met(tmp_path: Path) -> None:
     others = [data_identity(make_run(one, change)) for change in changes]
     assert len({plain, data_identity(make_run(two)), data_identity(make_run(one / "tokens")), *others}) == 7
     assert same != one
+
+
+def test_a_pair_with_other_tokens_is_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole up to a bound, and parts of what is beyond it."""
+    documents = [[np.full(1 << 16, number, dtype=np.int32)] for number in range(3)]
+    write_pair(tmp_path / "pair", documents, np.dtype(np.int32))
+    run, path = make_run(tmp_path / "pair"), tmp_path / "pair.bin"
+    known, content = data_identity(run), path.read_bytes()
+    assert same_data(run, known)
+    for bound, place in (
+        (1 << 30, 0),
+        (1 << 30, len(content) // 2 + 1),
+        (1 << 30, len(content) - 4),
+        (8, 0),
+        (8, 1 << 18),
+    ):
+        monkeypatch.setattr("cuboid.data.opened.READ_WHOLE", bound)
+        known = data_identity(run)
+        path.write_bytes(content[:place] + b"\7" + content[place + 1 :])
+        assert not same_data(run, known), f"byte {place}, whole up to {bound}"
+        path.write_bytes(content)
+        assert same_data(run, known)
+    index = (tmp_path / "pair.idx").read_bytes()
+    write_pair(
+        tmp_path / "pair", [documents[0], [documents[1][0], documents[2][0][:0]], documents[2]], np.dtype(np.int32)
+    )
+    assert not same_data(run, known) and (tmp_path / "pair.idx").read_bytes() != index
+
+
+def test_a_checkpoint_that_says_the_counts_of_a_pair_alone_is_continued(tmp_path: Path) -> None:
+    write_pair(tmp_path / "pair", [[np.arange(90)]] * 3, np.dtype(np.uint16))
+    run = make_run(tmp_path / "pair")
+    held = {str(tmp_path / "pair"): json.dumps([270, 3, 3])}
+    facts = [held, [1.0], "packed", False, 0.0, run.training.sequence, run.training.seed, run.training.global_batch]
+    before = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    assert before != data_identity(run) and same_data(run, before)
+    write_pair(tmp_path / "pair", [[np.arange(90)]] * 2, np.dtype(np.uint16))
+    assert not same_data(run, before)
