@@ -15,7 +15,7 @@ from cuboid.checkpoint.shards import Wishes
 from cuboid.checkpoint.state import Moments, generators, state_to_load
 from cuboid.checkpoint.verify import check_file, check_index, verify
 from cuboid.console import say
-from cuboid.data.opened import data_identity
+from cuboid.data.opened import same_data
 from cuboid.errors import UserError
 from cuboid.parallel.coordination import Coordination
 from cuboid.parallel.parallelize import Engine, draw_weights
@@ -94,7 +94,7 @@ def begin_anew(engine: Engine, optimizer: Moments) -> None:
 
 def _require_same_data(engine: Engine, manifest: Manifest, group: Coordination) -> None:
     """Of a state in memory, about which nobody could ask before the ranks had met."""
-    if not group.broadcast(group.rank > 0 or manifest.data == data_identity(engine.run)):
+    if not group.broadcast(group.rank > 0 or same_data(engine.run, manifest.data)):
         raise UserError(
             f"data.source={', '.join(engine.run.data.sources)} holds other samples than it did when the state "
             f"after step {manifest.step} was kept in memory; use the same data, another folder, or --overwrite"

@@ -18,7 +18,7 @@ from cuboid.checkpoint.owner import Owner, check_writable, look, own
 from cuboid.checkpoint.terms import PATTERN as LEADERS
 from cuboid.checkpoint.verify import require_state
 from cuboid.console import say
-from cuboid.data.opened import data_identity
+from cuboid.data.opened import same_data
 from cuboid.errors import UserError
 from cuboid.outputs import check_appendable, check_way
 from cuboid.readers import Missing, Unreadable, open_plain, read_text
@@ -296,7 +296,7 @@ def _check_past(run: Run, folder: Path, other: Owner | None, written: str) -> st
     if saved.optimizer.kind == "adamw" and not saved.optimizer.is_own:
         require_state(found, ("parameter", "exp_avg", "exp_avg_sq"))
     # The cursor in a checkpoint counts samples; of other data it would point at something else.
-    if manifest.data != data_identity(run):
+    if not same_data(run, manifest.data):
         sources = ", ".join(run.data.sources)
         raise UserError(
             f"data.source={sources} holds other samples than it did when step {manifest.step} was saved in "
