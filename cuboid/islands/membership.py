@@ -168,8 +168,7 @@ class Membership:
     @property
     def is_without_quorum(self) -> bool:
         """Whether this place can decide no more: too many are gone, perhaps to where they are enough."""
-        there = sum(island.entered for island in self.islands.values())
-        return self.begun and not self.is_over and there < self._spec.quorum
+        return self.begun and not self.is_over and len(self.islands) < self._spec.quorum
 
     @property
     def _has_quorum(self) -> bool:

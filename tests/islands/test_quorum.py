@@ -139,6 +139,23 @@ def test_of_a_divided_network_only_the_half_with_a_quorum_trains_on(places: tupl
             island.client.close(for_good=False)
 
 
+def test_islands_that_resume_from_unlike_checkpoints_are_a_quorum() -> None:
+    """One of them enters with the state of the other, a moment after that one has begun."""
+    members, reported = Membership(SPEC, STEPS), {"running": False, "left": [], "taken": 0, "need": 0}
+    for number, round_ in ((0, 5), (1, 3), (2, 0)):
+        members.join(number, "dp=1", [("127.0.0.1", 1)], {**reported, "round": round_}, 0.0)
+    for now in (0.1, 0.2):
+        members.decide(now)
+        assert members.begun and not members.is_without_quorum
+    assert all(island.entered for island in members.islands.values())
+    for number in (1, 2):
+        members.lose(number, 1.0)
+    members.decide(1.5)
+    assert not members.is_without_quorum, "they may be back in a moment"
+    members.decide(1.5 + 2 * SPEC.grace_seconds)
+    assert members.is_without_quorum
+
+
 def test_at_one_place_too_few_wait_for_the_others(places: tuple[list[int], list[Link]]) -> None:
     (first, _), links = places
     stays = Island(0, (first, first))
