@@ -40,8 +40,9 @@ def command(
 
     Example: cuboid checkpoint verify runs/default
     """
-    if target is not None and "://" not in target:
-        check_way("target=", target)
+    protocol, _, path = (target or "").rpartition("://")
+    if target is not None and protocol in ("", "file", "local"):
+        check_way(f"target={protocol}://" if protocol else "target=", path)
     if target is not None and action != "copy":
         raise UserError(f"checkpoint {action} takes one place, not also {target}; omit it")
     try:

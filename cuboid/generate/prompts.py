@@ -12,6 +12,7 @@ from typing import Any
 from cuboid.errors import UserError
 from cuboid.generate.batch import Event, Request
 from cuboid.generate.detokenizer import Reader, Words
+from cuboid.outputs import keep_checkpoints
 from cuboid.readers import Unreadable, parse_json, read_bytes, read_text
 from cuboid.spec.generation import SamplingSpec
 from cuboid.spec.model import ModelSpec
@@ -82,6 +83,7 @@ class Results:
 
     def __init__(self, path: Path, prompts: Sequence[Prompt], made_with: dict[str, Any]) -> None:
         """Refuses what another question wrote there; a line that a killed run left half is taken away."""
+        keep_checkpoints("output=", path)
         self._path, self._made_with = path, made_with
         self.done: dict[int, dict[str, Any]] = {}
         try:

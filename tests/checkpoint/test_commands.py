@@ -116,6 +116,39 @@ def test_copy_to_a_folder_and_to_a_store(run_folder: Path, tmp_path: Path, said:
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
+def test_nothing_is_written_into_a_checkpoint(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever writes, and whatever way leads there."""
+    checkpoint = run_folder / "checkpoints" / "step-00000006"
+    assert str(checkpoint) == str(checkpoint_path(run_folder / "checkpoints", 6)), "the name that is looked for"
+    (tmp_path / "link").symlink_to(checkpoint)
+    (tmp_path / "text.txt").write_text("a text")
+    (tmp_path / "asked.jsonl").write_text('{"tokens": [1, 2]}\n')
+    monkeypatch.chdir(checkpoint)
+    data, sizes = f"{checkpoint}/data-00000.bin", ["--global-batch", "8", "--seq", "64"]
+    layout = ["--layout", "dp=1", "--set", "training.steps=1"]
+    kept = [*layout, "--set", f"output.folder={tmp_path}/other"]
+    commands = {
+        f"target={checkpoint}/x is inside": ["checkpoint", "copy", str(run_folder), f"{checkpoint}/x"],
+        f"target={checkpoint} is the": ["checkpoint", "copy", str(run_folder), str(checkpoint)],
+        f"target={tmp_path}/link/x is inside": ["checkpoint", "copy", str(run_folder), f"{tmp_path}/link/x"],
+        f"target=file://{checkpoint}/x is inside": ["checkpoint", "copy", str(run_folder), f"file://{checkpoint}/x"],
+        f"hf:{checkpoint}/x is inside": ["export", str(run_folder), "--to", f"hf:{checkpoint}/x"],
+        f"output={checkpoint}/x is inside": ["data", "build", f"{tmp_path}/text.txt", "-o", f"{checkpoint}/x"],
+        "output=x is inside": ["plan", "tiny-llama", "h100x8", *sizes, "-o", "x"],
+        f"output={data} is inside": ["plan", "tiny-llama", "h100x8", *sizes, "-o", data],
+        "output=y is inside": ["generate", str(run_folder), "--prompts", f"{tmp_path}/asked.jsonl", "-o", "y"],
+        f"output.folder={checkpoint} is the": ["train", *layout, "--set", f"output.folder={checkpoint}"],
+        f"checkpoint.folder={checkpoint}/x is": ["train", *kept, "--set", f"checkpoint.folder={checkpoint}/x"],
+    }
+    for sentence, arguments in commands.items():
+        assert main(arguments) == 2, arguments
+        assert f"error: {sentence}" in (told := capsys.readouterr().err), told
+        assert told.endswith(f"the checkpoint {checkpoint}, which stays as it is; use another place\n")
+    assert sorted(path.name for path in checkpoint.iterdir()) == sorted([MANIFEST, *verify(checkpoint).files])
+
+
 def test_copy_writes_over_nothing_and_copies_nothing_damaged(run_folder: Path, tmp_path: Path, said: Any) -> None:
     source = run_folder / "checkpoints" / "step-00000004"
     said("copy", source, tmp_path / "kept")
