@@ -63,6 +63,9 @@ class _Documents:
         self._sequence = sequence
         self._mask_across_documents = mask_across_documents
 
+    def check_whole(self) -> None:
+        self._opened.tokens.check_whole()
+
     def _window(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Tokens start..stop-1, and which of them count as labels."""
         tokens = self._opened.tokens.tokens[start:stop].astype(np.int64)

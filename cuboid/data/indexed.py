@@ -16,6 +16,7 @@ import struct
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,6 +39,19 @@ Tokens = NDArray[Any]
 
 
 @dataclass(frozen=True)
+class MappedFile:
+    path: Path
+    file: tuple[int, int]
+    """Its device and number: another of the same name may take its place, and does no harm to what is mapped."""
+    size: int
+
+    @classmethod
+    def of(cls, path: Path) -> MappedFile:
+        facts = path.stat()
+        return cls(path, (facts.st_dev, facts.st_ino), facts.st_size)
+
+
+@dataclass(frozen=True)
 class IndexedTokens:
     """All tokens one after another, and where sequences and documents begin."""
 
@@ -48,6 +62,7 @@ class IndexedTokens:
     """First byte of each sequence."""
     document_index: NDArray[np.int64]
     """First sequence of each document, and the number of sequences at the end."""
+    mapped: tuple[MappedFile, ...] = ()
 
     @property
     def documents(self) -> int:
@@ -74,6 +89,14 @@ class IndexedTokens:
     def sequence_starts(self, first: int, last: int) -> tuple[int, NDArray[np.int64]]:
         """Which sequence is the first to begin in first..last-1, and where it and its followers there begin."""
         return _between(self.sequence_start, self.sequences, first, last)
+
+    def check_whole(self) -> None:
+        """Refuse files that became shorter since they were mapped: the system ends who reads beyond their end."""
+        for mapped in self.mapped:
+            with suppress(OSError):  # one that was removed is there for as long as it is mapped
+                facts = mapped.path.stat()
+                if (facts.st_dev, facts.st_ino) == mapped.file and facts.st_size < mapped.size:
+                    raise damaged(mapped.path, f"it has {facts.st_size:,} bytes, not {mapped.size:,}")
 
     def document(self, index: int) -> Tokens:
         return self.tokens[self.document_start(index) : self.document_start(index + 1)]
@@ -121,6 +144,7 @@ def open_pair(prefix: str | Path) -> IndexedTokens:
         raise damaged(index_path, "it holds no document")
     if bytes_held % width:
         raise damaged(tokens_path, f"its {bytes_held:,} bytes are not a whole number of {width}-byte tokens")
+    mapped = (MappedFile.of(tokens_path), MappedFile.of(index_path))
     raw = map_array(index_path, np.uint8)
     sizes = raw[HEADER.size : HEADER.size + 4 * sequences].view("<i4")
     pointers = raw[HEADER.size + 4 * sequences : HEADER.size + 12 * sequences].view("<i8")
@@ -130,7 +154,7 @@ def open_pair(prefix: str | Path) -> IndexedTokens:
     if int(document_index[0]) != 0 or int(document_index[-1]) != sequences:
         raise damaged(index_path, "its documents do not cover its sequences")
     tokens = map_array(tokens_path, np.dtype(TYPES[code]).newbyteorder("<"))
-    return IndexedTokens(str(prefix), tokens, pointers, document_index)
+    return IndexedTokens(str(prefix), tokens, pointers, document_index, mapped)
 
 
 def check_pair(prefix: str | Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from cuboid.data.assignment import Assignment, assignment
 from cuboid.data.corpus import Fields
-from cuboid.data.source import Source
+from cuboid.data.source import Source, check_whole
 from cuboid.kernels.pinned_memory import to_device
 from cuboid.model.batch import MicroBatch
 from cuboid.spec.run import Run
@@ -37,6 +37,7 @@ def _micro_batches(
     source: Source, run: Run, places: Sequence[int], replica: int, device: torch.device, cut: int = 0
 ) -> list[MicroBatch]:
     """Of positions in the global order. In this order, each replica takes a run of them."""
+    check_whole(source)  # once for all of them: on a shared file system it takes longer than to read
     wanted, width = run.layout.sequences_of(replica, len(places)), run.layout.micro_batch_of(replica)
     taken: Sequence[Sequence[int]] = [places[at : at + width] for at in wanted[::width]]
     if run.data.assignment == "work":

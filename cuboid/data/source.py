@@ -178,19 +178,26 @@ class Mixture:
     """Several sources, each with its weight of the positions and an order and epochs of its own."""
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float]) -> None:
-        self._sources, self.pattern = sources, Pattern(weights)
+        self.sources, self.pattern = sources, Pattern(weights)
 
     def at(self, position: int) -> Sample | Fields:
         source, before = self.pattern.at(position)
-        return self._sources[source].at(before)
+        return self.sources[source].at(before)
 
     def documents_at(self, position: int) -> Tensor:
         source, before = self.pattern.at(position)
-        return self._sources[source].documents_at(before)
+        return self.sources[source].documents_at(before)
 
     def origin(self, position: int) -> Origin | None:
         source, before = self.pattern.at(position)
-        return self._sources[source].origin(before)
+        return self.sources[source].origin(before)
+
+
+def check_whole(source: Source) -> None:
+    """Refuse to read what was cut short since it was opened; of what is no file there is nothing to say."""
+    for each in source.sources if isinstance(source, Mixture) else (source,):
+        if isinstance(each, Shuffled | HeldOut) and isinstance(each.corpus, Packed | Padded):
+            each.corpus.check_whole()
 
 
 def make_source(run: Run) -> Source:

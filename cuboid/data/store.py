@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -108,7 +108,7 @@ def open_store(folder: str | Path) -> Store:
             raise damaged(folder / MANIFEST, f"it says {name}={getattr(manifest, name)}, but tokens.idx says {found}")
     if manifest.kind == "completions" and pair.sequences % 2:
         raise damaged(folder / f"{PREFIX}.idx", "a prompt has no completion")
-    return Store(folder, manifest, IndexedTokens(str(folder), pair.tokens, pair.pointers, pair.document_index))
+    return Store(folder, manifest, replace(pair, name=str(folder)))
 
 
 def check_store(folder: str | Path) -> Store:

@@ -1,12 +1,19 @@
 """The global batch does not depend on how many replicas share it, nor on the width of micro-batches."""
 
+import os
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuboid.data.loader import micro_batches
-from cuboid.data.source import make_source
+from cuboid.data.loader import evaluation_batches, micro_batches
+from cuboid.data.source import make_source, make_validation_source
+from cuboid.errors import UserError
+from cuboid.model.batch import MicroBatch
 from cuboid.spec.run import Run, build_run
+from tests.data.corpora import make_store
 
 CPU = torch.device("cpu")
 
@@ -57,3 +64,28 @@ def test_micro_batches_have_their_width_and_follow_the_order() -> None:
     assert all(batch.tokens.shape == batch.labels.shape == (4, 8) for batch in batches)
     for place, row in enumerate(torch.cat([batch.tokens for batch in batches])):
         assert torch.equal(row, source.at(7 * 24 + 12 + place)[0])
+
+
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+@pytest.mark.parametrize("name", ["tokens.bin", "tokens.idx"])
+def test_a_store_that_was_cut_short_is_named_before_it_is_read(tmp_path: Path, packing: str, name: str) -> None:
+    store, other = (make_store(tmp_path / name, ["a document of some length"] * 40).folder for name in ("cut", "other"))
+    mixture = {str(other): 1.0, str(store): 1.0}
+    table = {"model": "tiny-llama", "data": {"mixture": mixture, "packing": packing, "validation_fraction": 0.2}}
+    run = build_run(table, ["training.sequence=8", "training.global_batch=4", "evaluation.every=1"])
+    source, (held_out, length) = make_source(run), make_validation_source(run)
+
+    def read() -> list[MicroBatch]:
+        evaluation = next(evaluation_batches(held_out, length, run, 0, CPU))
+        return [*micro_batches(source, run, 0, 0, CPU), *evaluation]
+
+    expected = [batch.tokens for batch in read()]
+    size = (store / name).stat().st_size
+    os.truncate(store / name, size - 1)
+    with pytest.raises(UserError, match=rf"cut/{name} is damaged: it has {size - 1:,} bytes, not {size:,}; build or"):
+        read()
+    os.truncate(store / name, size)
+    (store / name).rename(tmp_path / "kept")
+    assert all(map(torch.equal, expected, (batch.tokens for batch in read()))), "the system keeps what is mapped"
+    (store / name).write_bytes(b"")
+    assert all(map(torch.equal, expected, (batch.tokens for batch in read()))), "this is another file"

@@ -16,6 +16,7 @@ from cuboid.launch.supervisor import supervise
 from cuboid.resilience.goodput import failures
 from cuboid.spec.run import build_run
 from tests.cli.command import SHORT, Training, rows, run, train
+from tests.data.corpora import make_store
 
 FIELDS = ("checkpoint.every=2", "training.precision=float64", "learning_rate.schedule=constant", "model.layers=4")
 
@@ -60,6 +61,17 @@ def test_a_killed_supervisor_takes_ranks_with_it_that_are_stopped(tmp_path: Path
     training.command.kill()
     training.end()
     training.assert_nothing_is_left()
+
+
+def test_data_that_is_cut_short_under_a_run_is_named(tmp_path: Path) -> None:
+    """Whoever reads a mapped file beyond its end is ended by the system without a word."""
+    store = make_store(tmp_path / "store", [f"document {number} " * 100 for number in range(50)])
+    training = Training(tmp_path, "dp=1", f"data.source={store.folder}", "model.vocab=257")
+    training.wait_for_a_step()
+    os.truncate(store.folder / "tokens.bin", 0)
+    code, errors = training.end()
+    assert code == 2, errors
+    assert f"error: {store.folder}/tokens.bin is damaged: it has 0 bytes, not" in errors
 
 
 def test_attempts_that_get_nowhere_come_to_an_end(tmp_path: Path) -> None:
