@@ -28,9 +28,20 @@ LONGEST = 600
 """Characters of a sentence: of a longer one only its beginning, which names the field, and its end are said."""
 
 
+def printable(text: str) -> str:
+    """What a terminal only shows: names and what files say may come from a stranger, and other characters would move
+    its cursor, or name its window."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
 def one_sentence(text: str) -> str:
     """An error as one line, whatever stands in the values it names."""
-    line = "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+    line = printable(text).replace("\n", "\\n")
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 200]} … {line[-200:]}"
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from cuboid import readers
+from cuboid.cli.main import main
+from cuboid.console import say
 from cuboid.data.documents import find_inputs, read_rows
 from cuboid.data.tokenizer import byte_tokenizer, load_tokenizer
 from cuboid.errors import LONGEST, UserError, one_sentence
@@ -441,6 +443,20 @@ def test_tokens_and_what_a_model_writes_may_hold_nuls(tmp_path: Path) -> None:
         readers.read_rows(tmp_path / "samples.jsonl")
     (tmp_path / "samples.jsonl").write_text('{"step": 1, "text": "a\\u0000b"}\n')
     assert readers.read_rows(tmp_path / "samples.jsonl") == [{"step": 1, "text": "a\0b"}]
+
+
+def test_what_is_printed_moves_no_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of folders and models of a run that somebody else wrote."""
+    say("one\x1b]0;pwn\x07\ntwo")
+    say("one\x9b2J", as_warning=True)
+    assert tuple(capsys.readouterr()) == ("one\\x1b]0;pwn\\x07\ntwo\n", "warning: one\\x9b2J\n")
+    file, folder = tmp_path / "run.toml", f"{tmp_path}/\x1b]0;pwn\x07"
+    file.write_text('model = {base = "tiny-llama", layers = 1, name = "na\\u001b[31mme"}\n')
+    settings = ["training.steps=1", "training.sequence=8", "training.global_batch=1", f"output.folder={folder}"]
+    assert main(["train", str(file), *(part for each in settings for part in ("--set", each))]) == 0
+    said = capsys.readouterr()
+    assert "na\\x1b[31mme: " in said.out and "/\\x1b]0;pwn\\x07/metrics.jsonl" in said.out
+    assert all(map(str.isprintable, (said.out + said.err).split("\n")))
 
 
 def test_output_to_a_fifo_waits_for_nobody(tmp_path: Path) -> None:

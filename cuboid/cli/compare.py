@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, printable
 from cuboid.report.compare import Comparison, compare
 from cuboid.report.source import open_source
 from cuboid.strict_json import json_text
@@ -82,12 +82,17 @@ def _setting(value: Any) -> str:
 
 def _table(names: list[str], rows: list[tuple[str, list[str]]], title: str = "") -> Any:
     from rich.table import Table
+    from rich.text import Text
+
+    def shown(text: str) -> Text:
+        """As it is: what stands in brackets is a part of a name, and no colour."""
+        return Text(printable(text))
 
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), title_justify="left")
     table.add_column(title, style="bold", no_wrap=True)
     for name in names:
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(shown(name), justify="right", overflow="fold")
     for label, values in rows:
         if any(value not in ("–", "") for value in values):
-            table.add_row(label, *values)
+            table.add_row(shown(label), *map(shown, values))
     return table

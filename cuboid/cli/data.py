@@ -12,7 +12,7 @@ from cuboid.data.build import BuildReport, BuildRequest, Progress, build
 from cuboid.data.indexed import open_pair
 from cuboid.data.store import TOKENIZER, Store, check_store, is_store, open_store
 from cuboid.data.tokenizer import BYTES, load_tokenizer
-from cuboid.errors import UserError
+from cuboid.errors import UserError, printable
 from cuboid.strict_json import json_text
 
 SHOWN = 300
@@ -93,9 +93,8 @@ def _show_report(report: BuildReport, as_json: bool) -> None:
     if as_json:
         print(json_text(asdict(report)))
         return
-    print(
-        f"{report.store}: {report.tokens:,} tokens of {report.documents:,} documents, vocabulary {report.vocabulary:,}"
-    )
+    held = f"{report.tokens:,} tokens of {report.documents:,} documents"
+    print(printable(f"{report.store}: {held}, vocabulary {report.vocabulary:,}"))
     if report.empty_documents:
         lacking = "documents without text" if report.kind == "text" else "rows without an answer to learn"
         print(f"{report.empty_documents:,} {lacking} were skipped")
@@ -113,10 +112,13 @@ def _show_store(store: Store, verified: bool, as_json: bool) -> None:
         print(json_text({"store": str(store.folder), "verified": verified, **asdict(manifest)}))
         return
     size = sum(entry.size for entry in manifest.files.values())
-    print(f"{store.folder}: {manifest.tokens:,} tokens of {manifest.documents:,} documents, {size:,} bytes")
+    held = f"{manifest.tokens:,} tokens of {manifest.documents:,} documents"
+    print(printable(f"{store.folder}: {held}, {size:,} bytes"))
     print(
-        f"kind {manifest.kind}, {manifest.type} tokens below {manifest.vocabulary:,}, "
-        f"{manifest.end_of_document} ends a document"
+        printable(
+            f"kind {manifest.kind}, {manifest.type} tokens below {manifest.vocabulary:,}, "
+            f"{manifest.end_of_document} ends a document"
+        )
     )
     print(f"made from {len(manifest.sources):,} files of {sum(source.size for source in manifest.sources):,} bytes")
     if verified:
@@ -143,4 +145,5 @@ def _show_pair(path: str, verify: bool, as_json: bool) -> None:
     if as_json:
         print(json_text(facts))
     else:
-        print(f"{path}: {len(pair.tokens):,} tokens of {pair.documents:,} documents, {pair.tokens.dtype.name}")
+        held = f"{len(pair.tokens):,} tokens of {pair.documents:,} documents"
+        print(printable(f"{path}: {held}, {pair.tokens.dtype.name}"))

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 import cuboid
 from cuboid.cli.plain_values import PlainCommand, plain_first
-from cuboid.errors import RankError, UserError, either, nearest_names, one_sentence
+from cuboid.errors import RankError, UserError, either, nearest_names, one_sentence, printable
 from cuboid.readers import forget_sources
 
 VERBS = {
@@ -130,7 +130,7 @@ def _status(given: list[str]) -> int:
     except UserError as error:
         return _refuse(str(error))
     except RankError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 1
     except UsageError as error:
         message = error.format_message() if hasattr(error, "format_message") else str(error)

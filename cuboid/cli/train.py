@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cuboid.cli.options import Oversubscribe
-from cuboid.errors import UserError, up_to
+from cuboid.errors import UserError, printable, up_to
 from cuboid.launch.islands import IslandOptions, with_own_folders
 from cuboid.launch.start import NodeOptions, train_run
 from cuboid.planning.island_file import plans_islands, with_island
@@ -117,7 +117,7 @@ def command(
         if not as_json:
             _announce(run_here)
             if past:
-                print(past, flush=True)
+                print(printable(past), flush=True)
 
     def conclude(outcome: Outcome) -> None:
         if outcome.preempted:
@@ -153,10 +153,11 @@ def _announce(run: Run) -> None:
     tokens = run.training.global_batch * run.training.sequence
     ramp = f", at first {run.training.batch_ramp}" if run.training.batch_ramp else ""
     ranks = "1 rank" if run.layout.world_size == 1 else f"{run.layout.world_size} ranks"
-    print(f"{run.model.name}: {run.model.parameters:,} parameters on {ranks}, {run.layout}")
+    print(printable(f"{run.model.name}: {run.model.parameters:,} parameters on {ranks}, {run.layout}"))
     if run.layout.stages > 1:
         print(f"layers per stage: {' '.join(str(len(layers)) for layers in stages)}")
-    print(f"{tokens:,} {run.counts} a step in {_micro_batches(run)}{ramp}; {run.output.folder}/metrics.jsonl")
+    rows = printable(f"{run.output.folder}/metrics.jsonl")
+    print(f"{tokens:,} {run.counts} a step in {_micro_batches(run)}{ramp}; {rows}")
 
 
 def _micro_batches(run: Run) -> str:
@@ -210,7 +211,7 @@ def _conclude(run: Run, as_json: bool) -> None:
         if slowest := rows[-1].get("slowest"):
             print(
                 f"slowest rank {slowest['rank']}: {slowest['seconds']:.2f} s of its own in a step, the others of its "
-                f"stage {slowest['peers']:.2f} s ({slowest['because']})"
+                f"stage {slowest['peers']:.2f} s ({printable(slowest['because'])})"
             )
         if traces:
             _show_traces(folder / "profile", traces)
@@ -223,7 +224,7 @@ def _show_traces(folder: Path, files: list[str]) -> None:
         if found:
             size = sum(Path(file).stat().st_size for file in found) / 1e6
             named = found[0] if len(found) == 1 else f"{folder}/{kind}-* of {len(found)} ranks"
-            print(f"{kind}: {named}, {size:.1f} MB; open it in {way}")
+            print(f"{kind}: {printable(named)}, {size:.1f} MB; open it in {way}")
 
 
 # What ranks communicated in a step, counted and predicted, as a table and as JSON.
@@ -249,6 +250,7 @@ def show_communication(summary: Summary) -> None:
     """The table, and whether every rank communicated what was predicted of it."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, title="communicated in a step, by the busiest rank", title_justify="left")
@@ -260,8 +262,8 @@ def show_communication(summary: Summary) -> None:
         known = row.counted or row.predicted
         sent = f"{row.counted.sent:,.0f}" if row.counted else "0"
         table.add_row(
-            row.dimension,
-            row.kind,
+            Text(printable(row.dimension)),
+            Text(printable(row.kind)),
             str(known.ranks if known else 0),
             f"{row.counted.calls if row.counted else 0:,}",
             _bytes(row.counted),
@@ -271,7 +273,7 @@ def show_communication(summary: Summary) -> None:
     if summary.rows:
         console.print(table)
     for line in summary.unforeseen[:3]:
-        console.print(f"not as predicted: {line}", style="yellow")
+        console.print(Text(printable(f"not as predicted: {line}")), style="yellow")
     if summary.ranks and not summary.unforeseen:
         ranks = "1 rank" if summary.ranks == 1 else f"{summary.ranks} ranks"
         console.print(f"counted as predicted, to the byte, on {ranks}")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cuboid.errors import printable
 from cuboid.report.watch import Watched
 from cuboid.strict_json import json_text
 
@@ -39,10 +40,10 @@ def _print_lines(watched: Watched, every: float, once: bool) -> None:
     while True:
         state = watched.state()
         for warning in state["warnings"][warned:]:
-            print(f"warning: {warning}", flush=True)
+            print(printable(f"warning: {warning}"), flush=True)
         warned = len(state["warnings"])
         if (state["step"], state["status"]) != said:
-            print(line(state), flush=True)
+            print(printable(line(state)), flush=True)
         said = state["step"], state["status"]
         if once or state["status"] != "running":
             return

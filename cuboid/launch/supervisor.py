@@ -20,7 +20,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from cuboid.errors import RankError, UserError
+from cuboid.errors import RankError, UserError, printable
 from cuboid.launch.disk_room import DiskRoom
 from cuboid.launch.place import Place, find_place, local_places
 from cuboid.launch.pool import fork_server
@@ -75,7 +75,7 @@ def supervise(run: Run, attempt: Callable[[], Outcome], asked: Callable[[], bool
         except RankError as error:
             if verdict := restarts.failed(error.kind, "", str(error), str(run.layout)):
                 raise RankError(verdict) from None
-            print(f"warning: {error}; starting again", file=sys.stderr, flush=True)
+            print(printable(f"warning: {error}; starting again"), file=sys.stderr, flush=True)
             while not has_room():
                 if asked():  # there is nothing to save
                     raise SystemExit(REQUEUE) from None

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.text import Text
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, printable
 from cuboid.planning.choose import pipeline_seconds
 from cuboid.planning.plan import GIB
 from cuboid.readers import LARGEST, Missing, plain_file
@@ -202,7 +202,7 @@ def _head(state: dict[str, Any], width: int) -> list[Text]:
     fraction = state["step"] / state["steps"]
     tail = f" {state['step']}/{state['steps']} steps, {_duration(state['seconds_left'])} left"
     colour = {"running": "green", "finished": "bold green", "stopped": "red"}[state["status"]]
-    title = Text(f"{state['model']}  {state['layout']}"[: width - 11], "bold")
+    title = Text(printable(f"{state['model']}  {state['layout']}")[: width - 11], "bold")
     title.append(f"  {state['status']}", colour)
     return [title, Text.assemble((bar(fraction, max(width - len(tail), 10)), "cyan"), tail)]
 
@@ -221,7 +221,7 @@ def _islands(state: dict[str, Any]) -> list[Text]:
     """Those furthest behind, where there are many."""
     told = state["islands"] or []
     shown = sorted(told, key=lambda each: -each["lag"])[:ISLAND_LINES]
-    lines = [Text(island_line(each)) for each in sorted(shown, key=lambda each: int(each["island"]))]
+    lines = [Text(printable(island_line(each))) for each in sorted(shown, key=lambda each: int(each["island"]))]
     more = [Text(f"… {len(told) - len(shown)} more islands", "dim")] if len(told) > len(shown) else []
     return [*lines, *more, Text("")] if told else []
 
@@ -233,7 +233,7 @@ def _experts(state: dict[str, Any]) -> str:
 
 def _warnings(state: dict[str, Any], width: int) -> list[Text]:
     """What the run said of its health, the newest first."""
-    told = [line for warning in reversed(state["warnings"]) for line in textwrap.wrap(f"⚠ {warning}", width)]
+    told = [line for warning in reversed(state["warnings"]) for line in textwrap.wrap(printable(f"⚠ {warning}"), width)]
     return [Text(line, "yellow") for line in [*told[:WARNING_LINES], *([""] if told else [])]]
 
 

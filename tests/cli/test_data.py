@@ -56,6 +56,14 @@ def test_json_of_each_action(corpus: dict[str, Path], capsys: pytest.CaptureFixt
     assert "The first document" in shown(capsys, "show", "store")
 
 
+def test_names_move_no_cursor(corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    store = "store\x1b]0;pwn\x07"
+    for action, more in (("build", ["corpus/lines.jsonl"]), ("show", []), ("verify", [])):
+        said = shown(capsys, action, *more, *(["-o", store] if more else [store]))
+        assert "store\\x1b]0;pwn\\x07: " in said and all(map(str.isprintable, said.splitlines())), action
+    assert "store\\x1b]0;pwn\\x07/tokens: " in shown(capsys, "show", f"{store}/tokens")
+
+
 def test_what_is_wrong_is_one_sentence(corpus: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "data", "build", "corpus/text") == (
         "error: data build needs a name for the store; add -o text-tokens\n"

@@ -115,6 +115,29 @@ def test_warnings_stand_above_the_loss(folder: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.startswith(f"warning: step 4: {wrong[0]['text']}\nstep  4/10")
 
 
+ESCAPES = "\x1b]0;pwn\x07\x1b[31mred \x9b2J"
+
+
+def test_what_files_say_moves_no_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither in lines nor in the frame of `watch`, nor in tables of `compare`, where brackets are no colours."""
+    folders = [tmp_path / f"[a]{ESCAPES}", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+        make_run(folder, "dp=1", 10, f"model.name=name {ESCAPES}")
+        wrong = [{"kind": "loss", "text": f"the loss {ESCAPES}"}]
+        write_rows(folder / "metrics.jsonl", [row(1), row(2, warnings=wrong)])
+    assert main(["watch", str(folders[0]), "--once"]) == 0
+    lines = capsys.readouterr().out
+    assert "the loss \\x1b]0;pwn\\x07\\x1b[31mred \\x9b2J" in lines
+    watched = Watched.open(folders[0], "")
+    watched.refresh()
+    shown = "\n".join(rendered(watched, 200, 24))
+    assert "the loss \\x1b]0;pwn" in shown and "name \\x1b]0;pwn" in shown
+    assert main(["compare", *map(str, folders)]) == 0
+    for text in (lines, shown, capsys.readouterr().out):
+        assert all(letter.isprintable() or letter == "\n" for letter in text), text
+
+
 def test_a_time_that_no_calendar_has_is_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(folder / "metrics.jsonl", [row(step, seconds=1e20) for step in (1, 2, 3)])
     assert main(["watch", str(folder), "--once"]) == 0
