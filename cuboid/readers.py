@@ -47,6 +47,8 @@ SMALL = 4 << 20
 PART = r"""(?:"[^"\n]*+"|'[^'\n]*+'|[\w-]++)[ \t]*+\.[ \t]*+"""
 DOTTED = re.compile(rf"""(?<![\w'"-])(?:{PART}){{{DEEPEST + 1}}}""")
 """A key of so many parts, which Python's reader takes in the square of the time."""
+MARK = "\ufeff"
+"""What some editors write before text, to say how it is encoded; it is not seen."""
 HALVES = re.compile("[\ud800-\udfff]")
 NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
@@ -217,6 +219,8 @@ def read_toml(path: str | Path) -> Table:
     """A TOML file, or a sentence that says where it is broken."""
     instead = "name an existing TOML file"
     text = read_text(path, LARGEST_TOML, instead)
+    if text.startswith(MARK):
+        raise Unreadable(path, "begins with a byte-order mark, which TOML has not", "save it as UTF-8 without one")
     try:
         return parse_toml(text)
     except ValueError as problem:

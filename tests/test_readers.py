@@ -459,6 +459,13 @@ def test_what_is_printed_moves_no_cursor(tmp_path: Path, capsys: pytest.CaptureF
     assert all(map(str.isprintable, (said.out + said.err).split("\n")))
 
 
+def test_a_byte_order_mark_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('model = "tiny-llama"\n', encoding="utf-8-sig")
+    sentence = "run.toml begins with a byte-order mark, which TOML has not; save it as UTF-8 without one"
+    with pytest.raises(Unreadable, match=sentence):
+        read_toml(tmp_path / "run.toml")
+
+
 def test_output_to_a_fifo_waits_for_nobody(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
