@@ -29,7 +29,10 @@ def check_way(named: str, path: str | Path) -> None:
 
 def keep_checkpoints(named: str, path: str | Path) -> None:
     """Refuse what would be written into a checkpoint, or over a file of it: it would be damaged."""
-    place = Path(os.path.realpath(path))
+    try:
+        place = Path(os.path.realpath(path))
+    except ValueError:  # no path at all, as whoever opens it says
+        return
     for folder in (place, *place.parents):
         if CHECKPOINT.fullmatch(folder.name) and os.path.isfile(folder / MANIFEST):
             where = "is" if folder == place else "is inside"
