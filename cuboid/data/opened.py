@@ -8,6 +8,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +93,20 @@ SAMPLES, SAMPLE = 1 << 10, 1 << 16
 
 
 def _digest(path: Path) -> str:
+    facts = path.stat()
+    return _digest_of(path, READ_WHOLE, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+
+
+@cache
+def _digest_of(path: Path, whole: int, number: int, size: int, changed: int) -> str:
+    """Once for as long as these stay: it is asked for several times as a run begins."""
     digest = hashlib.sha256()
     with plain_file(path) as file:
-        size = path.stat().st_size
-        for start in range(0, min(READ_WHOLE, size), BLOCK):
-            digest.update(file.read(min(BLOCK, READ_WHOLE - start)))
+        for start in range(0, min(whole, size), BLOCK):
+            digest.update(file.read(min(BLOCK, whole - start)))
         last = size - SAMPLE
-        for number in range(SAMPLES if size > READ_WHOLE else 0):
-            file.seek(max(READ_WHOLE + (last - READ_WHOLE) * number // (SAMPLES - 1), 0))
+        for sample in range(SAMPLES if size > whole else 0):
+            file.seek(max(whole + (last - whole) * sample // (SAMPLES - 1), 0))
             digest.update(file.read(SAMPLE))
     return digest.hexdigest()
 
@@ -262,7 +269,7 @@ def data_identity(run: Run) -> str:
 def same_data(run: Run, known: str) -> bool:
     """Whether the run meets the samples of a checkpoint with this identity. Those written before the bytes of a
     Megatron pair were a part of it say no more than its counts."""
-    return any(known == _data_identity(run, by_counts) for by_counts in (False, True))
+    return any(known == _data_identity(run, by_counts) for by_counts in (True, False))
 
 
 def _data_identity(run: Run, by_counts: bool) -> str:

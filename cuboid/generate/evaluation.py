@@ -14,7 +14,7 @@ import psutil
 from numpy.typing import NDArray
 
 from cuboid.data.indexed import pair_paths
-from cuboid.data.opened import is_own, open_source, same_data, split_documents
+from cuboid.data.opened import OpenedSource, is_own, open_source, same_data, split_documents
 from cuboid.errors import UserError
 from cuboid.generate.batch import Request
 from cuboid.generate.detokenizer import Words
@@ -250,13 +250,14 @@ def _is_trained_on(source: str, run: Run | None) -> bool | None:
     """By what the data is, not by its name: a store may have been moved."""
     if run is None:
         return None
-    measured = open_source(source).identity
-    return any(name == source or (not is_own(name) and _identity(name) == measured) for name in run.data.sources)
+    measured = open_source(source)
+    return any(name == source or (not is_own(name) and _is_equal(name, measured)) for name in run.data.sources)
 
 
-def _identity(source: str) -> str | None:
-    """None: what a run was trained on may be gone."""
+def _is_equal(source: str, measured: OpenedSource) -> bool:
+    """What a run was trained on may be gone. Counts first: they cost nothing, and bytes much."""
     try:
-        return open_source(source).identity
+        opened = open_source(source)
     except UserError:
-        return None
+        return False
+    return opened.counts == measured.counts and opened.identity == measured.identity

@@ -91,6 +91,8 @@ class Membership:
         """Batches of islands that are gone."""
         self.begun = False
         self._first_joined: float | None = None
+        self._ended = False
+        """Whether one has left after the last round: those that have yet to end may be fewer than a quorum."""
         self._run = ""
 
     # What islands say.
@@ -168,13 +170,13 @@ class Membership:
     @property
     def is_without_quorum(self) -> bool:
         """Whether this place can decide no more: too many are gone, perhaps to where they are enough."""
-        return self.begun and not self.is_over and len(self.islands) < self._spec.quorum
+        return self.begun and not (self.is_over or self._ended) and len(self.islands) < self._spec.quorum
 
     @property
     def _has_quorum(self) -> bool:
-        """Of islands that can be reached, whichever round they enter at. At the end some have left already."""
+        """Of islands that can be reached, whichever round they enter at."""
         there = sum(island.connected and island.entered for island in self.islands.values())
-        return there >= self._spec.quorum or self.is_over
+        return there >= self._spec.quorum or self.is_over or self._ended
 
     @property
     def is_over(self) -> bool:
@@ -213,6 +215,7 @@ class Membership:
         if (island := self.islands.get(number)) is not None:
             island.connected, island.lost_since = False, now
             if for_good:
+                self._ended = self._ended or self.is_over
                 island.queue, island.told = Batches(), []
                 self._forget(number)
 

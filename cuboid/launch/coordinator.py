@@ -120,6 +120,8 @@ class Coordinator:
         """What the latest windows, all of them, would have been better with."""
         self._given_up: set[str] = set()
         """Layouts that other parts or layers made, with which ranks failed."""
+        self._lost: dict[str, str] = {}
+        """Node -> why it counts as lost, since the order that holds was given."""
         self._window: tuple[int, ...] = ()
         self._balances_after: int | None = None
 
@@ -147,11 +149,11 @@ class Coordinator:
     def decide(self, now: float) -> Order:
         """Called often; the order that now holds."""
         self._since = now if self._since is None else self._since
-        lost = self._drop_lost(now)
+        self._lost |= self._drop_lost(now)
         if self.order.task == "wait":
             self._gather(now)
         elif self.order.task == "train":
-            self._watch(lost, now)
+            self._watch(now)
         return self.order
 
     def _drop_lost(self, now: float) -> dict[str, str]:
@@ -190,7 +192,8 @@ class Coordinator:
         try:
             arranged = self._arrange(tuple(ready))
         except TooFew as error:
-            self._wait_for_more(str(error), waited)
+            if len(ready) == there or waited > rules.patience:  # else those that come late count too
+                self._wait_for_more(str(error), waited)
             return
         if arranged is not None:
             self._call(*arranged)
@@ -215,7 +218,7 @@ class Coordinator:
             layout, why = str(self._balanced[1].layout), f"{why}; {self._balanced[1].why}"
         self._give(Order(0, "train", why, members, layout, choice.ranks, address, port))
 
-    def _watch(self, lost: dict[str, str], now: float) -> None:
+    def _watch(self, now: float) -> None:
         members = self.order.members
         said = {node: self._seen[node].status for node in members if node in self._seen}
         said = {node: status for node, status in said.items() if status.order == self.order.number}
@@ -223,8 +226,8 @@ class Coordinator:
             if status.state == "refused" and not self._is_balanced:
                 return self.end(2, status.reason)
         for node in members:
-            if node in lost:
-                return self._fail("node", node, f"node {node} is lost: {lost[node]}", now)
+            if node in self._lost:
+                return self._fail("node", node, f"node {node} is lost: {self._lost[node]}", now)
         if any(self._seen[node].left is not None for node in members):
             return None  # whether it is lost is known in a moment; ranks that fail meanwhile fail because of it
         for node, status in said.items():
@@ -297,6 +300,7 @@ class Coordinator:
 
     def _give(self, order: Order) -> None:
         self.order = replace(order, number=self.order.number + 1, term=self.order.term)
+        self._lost = {}
 
 
 def _alike(one: Choice, other: Choice) -> bool:

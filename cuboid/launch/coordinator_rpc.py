@@ -25,6 +25,8 @@ from cuboid.secure_channel import VALUE, Channel, Door, Stranger, greet
 BEAT = 1.0
 LOOK = BEAT / 4
 """Seconds between two decisions of the leader."""
+FAILING = 300.0
+"""Seconds for which the leader's folder, or its checkpoints' store, may fail before the job is ended."""
 PURPOSE = "coordinator"
 OTHER_RUN = "this node has another run file, or other options, than the others; start all nodes with the same command"
 UNTRUSTED = 90.0
@@ -51,6 +53,7 @@ class CoordinatorServer:
         self._lock = threading.Lock()
         self._lines: dict[str, Channel] = {}
         self._open = True
+        self._fails_since: float | None = None
         self._door = Door(listener, secret, PURPOSE, self._serve)
         threading.Thread(target=self._decide, daemon=True).start()
 
@@ -88,15 +91,27 @@ class CoordinatorServer:
                     self._coordinator.decide(time.monotonic())
                 except UserError as error:
                     self._coordinator.end(2, str(error))
-                except OSError:  # the run's folder does not answer; it is asked again at the next look
-                    pass
+                except OSError as error:
+                    self._bear(error)
                 except Exception as error:  # nobody else would ever say why the job stands still
                     self._coordinator.end(1, f"the leading node failed: {error!r}")
+                else:
+                    self._fails_since = None
                 if self._coordinator.order != before:
                     self._say()
                 for node in set(self._lines) - set(self._coordinator.nodes):  # of the lost nothing more will be heard
                     self._lines.pop(node).hang_up()
             time.sleep(LOOK)
+
+    def _bear(self, error: OSError) -> None:
+        """A folder, or the store of checkpoints, may answer at the next look."""
+        now = time.monotonic()
+        if self._fails_since is None:
+            self._fails_since = now
+            with suppress(OSError):
+                say(f"nothing is decided until this works again: {error}", as_warning=True)
+        if now - self._fails_since > FAILING:
+            self._coordinator.end(1, f"for {FAILING:g} s nothing could be decided: {error}")
 
     def _say(self) -> None:
         order = self._coordinator.order

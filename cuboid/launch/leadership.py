@@ -94,6 +94,8 @@ class Leadership:
         self._claim: int | None = None
         self._contact: CoordinatorClient | None = None
         self._over = threading.Event()
+        self._lock = threading.Lock()
+        """Around what belongs to a term: several threads may end it."""
         self._beaten = 0.0
         self._doubts = 0
         """How often in a row this node did not know whether it may still decide."""
@@ -176,7 +178,8 @@ class Leadership:
         self._step_down("this node failed")
 
     def _give_claim_back(self) -> None:
-        claim, self._claim = self._claim, None
+        with self._lock:
+            claim, self._claim = self._claim, None
         if claim is not None:
             os.close(claim)
 
@@ -234,6 +237,8 @@ class Leadership:
         while not self._over.wait(BEAT) and self._term is term:
             try:
                 newest = self._terms.newest()
+                if self._term is not term:  # it was ended meanwhile
+                    return
                 if newest is None or newest.number != term.number:
                     self._step_down("another node leads now")
                     return
@@ -250,8 +255,8 @@ class Leadership:
         return time.monotonic() - self._beaten < SOONER * self._limit
 
     def _may_decide(self) -> bool:
-        """Asked again and again by a thread that never touches the folder, where a call may not return: a node that can
-        no longer say there that it leads must not keep the others waiting."""
+        """Asked again and again by another thread than the one that writes the number, whose call may not return: a
+        leader that can no longer write it must not keep the others waiting."""
         self._doubts = 0 if self._certain() else self._doubts + 1
         # Counted, because a node that was stopped for a while has not had the time to look.
         if self._doubts * LOOK > self._limit:
@@ -259,17 +264,19 @@ class Leadership:
         return not self._doubts
 
     def _step_down(self, why: str) -> None:
-        server, store = self._server, self._store
-        if server is None:
-            return
-        self._server = self._store = self._term = None
+        with self._lock:
+            server, store, claim = self._server, self._store, self._claim
+            if server is None:
+                return
+            self._server = self._store = self._term = self._claim = None
         server.stop_leading()
         if self._contact is not None:
             self._contact.forget()  # after: what it was still sent is no sign of life
         if store is not None:
             store.close()
         _warn(f"{why}: this node leads no more, and ends its ranks")
-        self._give_claim_back()  # last: where the folder does not answer, this may not return
+        if claim is not None:
+            os.close(claim)  # last: where the folder does not answer, this may not return
 
     def _watch(self) -> None:
         contact = self._contact
@@ -286,15 +293,17 @@ class Leadership:
                     shared = shared or (not silent and grows)
                     seen, changed = newest, now
                 order = contact.order
-                if self.leads or newest is None or order is None or order.task == "end" or not shared:
+                if self.leads or order is None or order.task == "end" or not shared:
                     continue
+                locked = newest is not None and newest.locked
                 if not silent:
-                    if newest.locked and newest.number != asked:
+                    if newest is not None and locked and newest.number != asked:
                         asked, locks = newest.number, self._locks_reach()
                     continue
                 members = order.members
                 place = float(members.index(self._name) if self._name in members else len(members))
-                tells = locks and newest.locked and newest.number == asked  # a free lock says that its holder has ended
+                # A free lock says that its holder has ended.
+                tells = locks and locked and newest is not None and newest.number == asked
                 if tells and contact.silence > GRACE + place * BEAT and self._take_claim():
                     self._take_over(order, "its supervisor ended")
                 elif now - changed > self._limit + place * BEAT:

@@ -41,7 +41,7 @@ OF_A_RANK = re.compile("RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC
 
 
 class Looks:
-    """The watchdog's own number, and the seconds that it may need beyond the limit until it is raised again."""
+    """The watchdog's own number, and for how many seconds beyond the limit it and its rank may be silent now."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / FILE

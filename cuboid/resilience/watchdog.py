@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from cuboid.resilience.goodput import Attempt, note_attempt
 from cuboid.resilience.hang_dumps import Open, Recorders, collect_stacks, is_compiling, oldest_open, tell_open
 from cuboid.resilience.rebalance import Pace
 from cuboid.resilience.second_watch import ENDING, Looks
-from cuboid.resilience.standstill import Limit, Silence, Standstill, limit_of_all
+from cuboid.resilience.standstill import Limit, Silence, Standstill, limit_of, limit_of_all
 from cuboid.resilience.stragglers import Stragglers
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import (
@@ -127,9 +128,9 @@ class Watchdog:
         silence = Silence(TICK)
         stragglers = Stragglers(self._run.layout, Path(self._run.output.folder), self.folder)
         while not self._over.wait(TICK):
-            if self._looks is not None:
-                self._looks.count()
             self._open()
+            if self._looks is not None:
+                self._looks.count(self._more())
             all_there = len(self._words) == self._all
             if all_there and stragglers.is_due(self._words[self._ranks[0]][STEP]):
                 pace = stragglers.look(self.readings())
@@ -152,6 +153,15 @@ class Watchdog:
                 self._end(readings, limit, seconds)
                 return
 
+    def _more(self) -> float:
+        """Seconds beyond the floor for which this rank may be silent in the phase it is in; its set-up has a limit of
+        its own."""
+        own = next((reading for reading in self.readings() if reading.pid == os.getpid()), None)
+        if own is None or own.phase == "set-up":
+            return 0.0
+        limit = limit_of(own, self._run.resilience)
+        return max(0.0, limit.seconds - self._run.resilience.hang_floor_seconds) if limit.seconds else inf
+
     def _starved(self) -> float:
         """The fraction of the last tick in which some rank could have run and had no core."""
         fraction = 0.0
@@ -165,7 +175,7 @@ class Watchdog:
     def _end(self, readings: list[Reading], limit: Limit, seconds: float) -> None:
         """Say who hangs, keep what tells why, and end all ranks: the attempt fails with what is said here."""
         if self._looks is not None:
-            self._looks.count(ENDING)
+            self._looks.count(max(ENDING, self._more()))
         moment, folder = time.time(), Path(self._run.output.folder)
         target = _next_report(folder)
         try:

@@ -259,7 +259,9 @@ def _other_owner(run: Run, owner: Owner | None) -> Owner | None:
         return None
     wrote = run_of(found, manifest)
     # Names are relative to where a run was started: the same name may be of another place.
-    same_place = wrote.checkpoint.folder == run.checkpoint.folder or _is_own_place(run)
+    told = wrote.checkpoint.folder
+    same_place = _is_own_place(run) or (told and os.path.realpath(told) == os.path.realpath(run.checkpoint.folder))
+    same_place = same_place or told == run.checkpoint.folder  # of a store
     if wrote.output.folder == run.output.folder and same_place:
         return None
     return Owner("", wrote.output.folder, "", manifest.run)
@@ -309,6 +311,9 @@ def _check_past(run: Run, folder: Path, other: Owner | None, written: str) -> st
 def _tell_settings(old: Run, new: Run) -> str:
     """What the run computes otherwise from now on."""
     pairs = {f"training.{name}": (vars(old.training)[name], vars(new.training)[name]) for name in MAY_CHANGE_TOLD}
+    if 1 not in (old.islands.count, new.islands.count):
+        for name in ("rate", "ramp_rate", "count"):
+            pairs[f"islands.{name}"] = vars(old.islands)[name], vars(new.islands)[name]
     changed = [f"{name}={now} (was {before})" for name, (before, now) in pairs.items() if before != now]
     return f"{', '.join(changed)} from the next step on" if changed else ""
 

@@ -156,6 +156,32 @@ def test_islands_that_resume_from_unlike_checkpoints_are_a_quorum() -> None:
     assert members.is_without_quorum
 
 
+def test_at_the_end_who_is_left_ends_alone() -> None:
+    """The last round was closed with all; one has left when another, whose connection broke, asks for it again."""
+    spec, steps = IslandsSpec(count=2, quorum=2, every=2, grace_seconds=1.0), 2
+    members, reported = Membership(spec, steps), {"running": False, "left": [], "taken": 0, "need": 2, "round": 0}
+    for number in (0, 1):
+        members.join(number, "dp=1", [("127.0.0.1", 1)], dict(reported), 0.0)
+    members.decide(0.1)
+    last = spec.rounds_due(steps, steps).stop
+    for round_ in range(last):
+        for number in (0, 1):
+            members.arrive(number, round_, 100, 2)
+        members.decide(1.0 + round_)
+    assert members.is_over
+    members.have(0, last - 1, members.rounds[last - 1].version)
+    members.lose(1, 5.0)
+    members.decide(5.0 + 2 * spec.grace_seconds)
+    assert members.rounds[last - 1].committed
+    members.lose(0, 8.0, for_good=True)
+    members.join(1, "dp=1", [("127.0.0.1", 1)], {**reported, "running": True, "round": last - 1}, 8.5)
+    members.arrive(1, last - 1, 100, 0)
+    for now in (9.0, 9.5, 12.0):
+        members.decide(now)
+        assert not members.is_without_quorum
+    assert members.rounds[last - 1].closed and set(members.rounds[last - 1].members) == {1}
+
+
 def test_at_one_place_too_few_wait_for_the_others(places: tuple[list[int], list[Link]]) -> None:
     (first, _), links = places
     stays = Island(0, (first, first))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -160,6 +161,29 @@ def test_a_node_whose_ranks_cannot_be_ended_is_not_waited_for_for_ever() -> None
     story.passes(1)
     story.states["b"] = ""
     assert story.passes(200).task == "wait", "the leader's own node had rank 0"
+
+
+def test_what_a_failing_folder_interrupts_is_decided_at_the_next_look() -> None:
+    story = training("a", "b", "c", least=1)
+    fails = [True]
+
+    def newest(*failure: str) -> str:
+        if fails:
+            raise OSError(fails.pop(), "Stale file handle")
+        return ""
+
+    story.coordinator._judge = newest
+    story.states.pop("b")
+    story.now += 20
+    for node in ("a", "c"):
+        story.coordinator.hear(node, Status(story.coordinator.order.number, "training"), story.now)
+    with pytest.raises(OSError, match="Stale"):
+        story.coordinator.decide(story.now)
+    order = story.coordinator.decide(story.now + 0.25)
+    assert (order.task, order.reason) == (
+        "wait",
+        "node b is lost: nothing was heard of it for 10 s; starting again",
+    )
 
 
 def test_giving_up_refusing_and_finishing_are_the_same_for_all() -> None:

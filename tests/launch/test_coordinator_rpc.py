@@ -136,3 +136,23 @@ def test_silence_and_a_wish_to_stop_end_the_waiting(capsys: pytest.CaptureFixtur
         assert capsys.readouterr().err.startswith("warning: nothing is heard from the leading node at 127.0.0.1:")
         assert contact.next(None, 60.0, lambda: True) is None
         contact.close()
+
+
+def test_a_folder_that_fails_for_a_moment_is_told_of_and_one_that_fails_for_long_ends_the_job(
+    office: Office, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(now: float) -> Order:
+        raise OSError(5, "Input/output error")
+
+    contact = office.join("a")
+    wait(lambda: contact.order is not None)
+    coordinator = office.desk._coordinator
+    with monkeypatch.context() as patched:
+        patched.setattr(coordinator, "decide", fails)
+        wait(lambda: office.desk._fails_since is not None)
+    wait(lambda: office.desk._fails_since is None)
+    assert capsys.readouterr().err.count("nothing is decided until this works again") == 1
+    monkeypatch.setattr("cuboid.launch.coordinator_rpc.FAILING", 0.0)
+    monkeypatch.setattr(coordinator, "decide", fails)
+    wait(lambda: contact.order is not None and contact.order.task == "end")
+    assert contact.order is not None and "nothing could be decided: [Errno 5]" in contact.order.reason

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from cuboid.errors import UserError
+from cuboid.spec.islands import IslandsSpec
 from cuboid.spec.run import Run, build_run, load_run
 from cuboid.telemetry.rows import metric_rows
-from cuboid.training.run_folder import Rows, as_begun, last_step, layer_names, prepare_folder
+from cuboid.training.run_folder import Rows, _tell_settings, as_begun, last_step, layer_names, prepare_folder
 from tests.training.cases import short_run, train_rank
 
 
@@ -293,6 +294,9 @@ def test_what_islands_agree_on_may_not_change_and_what_else_is_computed_is_told(
     run = short_run("dp=1", str(tmp_path / "b"), "training.steps=4", "checkpoint.every=2")
     prepare_folder(run)
     train_rank(0, run)
+    assert _tell_settings(*(replace(run, islands=IslandsSpec(count=2, rate=rate)) for rate in (0.7, 1.0))) == (
+        "islands.rate=1.0 (was 0.7) from the next step on"
+    )
     later = replace(run, training=replace(run.training, steps=6, dropout=0.5, gradient_clip=0.25))
     told = prepare_folder(later)
     assert "training.gradient_clip=0.25 (was 1.0), training.dropout=0.5 (was 0.0) from the next step on" in told
