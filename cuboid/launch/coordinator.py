@@ -183,8 +183,9 @@ class Coordinator:
         ready = [node for node, seen in self._seen.items() if self._is_ready(seen)]
         # A supervisor that is heard has killed its ranks by then. One that cannot end, in the kernel, does nothing, and
         # rank 0 is never there: the leader's own node is always waited for.
-        overdue = waited > 2 * rules.lost_after and len(ready) >= rules.min_nodes and self._leader in ready
-        settled = len(ready) == there or overdue
+        stuck = [node for node, seen in self._seen.items() if seen.status.state == "training" and node != self._leader]
+        overdue = waited > 2 * rules.lost_after and len(ready) >= rules.min_nodes
+        settled = len(ready) + (len(stuck) if overdue else 0) == there
         expected = rules.max_nodes if rules.expected is None else rules.expected
         early = not self._called and there < expected and waited < rules.gather
         if not (settled and not early and self._meeting[1] and self._has_room()):

@@ -163,6 +163,17 @@ def test_a_node_whose_ranks_cannot_be_ended_is_not_waited_for_for_ever() -> None
     assert story.passes(200).task == "wait", "the leader's own node had rank 0"
 
 
+def test_who_comes_late_is_waited_for_until_it_has_heard_the_order() -> None:
+    """However long the job has waited: it has no ranks that must be ended."""
+    story = Story(least=1, most=2)
+    story.arrive("a")
+    assert story.passes(40).task == "wait", "more nodes are expected"
+    story.coordinator.hear("b", Status(), story.now)
+    assert story.coordinator.decide(story.now).task == "wait", "it has not answered yet"
+    story.arrive("b")
+    assert story.passes(2).members == ("a", "b")
+
+
 def test_what_a_failing_folder_interrupts_is_decided_at_the_next_look() -> None:
     story = training("a", "b", "c", least=1)
     fails = [True]
